@@ -1,0 +1,144 @@
+"""The agent process: one per folder, gunicorn around the application, sockets bound by us.
+
+gunicorn's arbiter restarts a worker that dies, and the new one adopts the memory. The sockets are
+bound before it starts, so that the published port is the real one and a port in use fails here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from gunicorn.app.base import BaseApplication
+
+from ecckpt.agent.app import Application
+from ecckpt.agent.node import Agent
+from ecckpt.errors import AgentMismatch, InvalidConfig
+from ecckpt.generation import check_name
+from ecckpt.transport.http import split_address
+
+SOCKET_NAME = "agent.sock"
+
+_THREADS = 32
+_PEER_TIMEOUT_MS = 10_000
+_SOCKET_PATH_LIMIT = 107
+
+
+class AlreadyRunning(AgentMismatch):
+    """Another agent owns the folder."""
+
+
+class _Server(BaseApplication):  # type: ignore[misc]
+    """gunicorn with our settings and none of its files, flags or environment variables."""
+
+    def __init__(self, settings: dict[str, Any], build: Any) -> None:
+        self._settings = settings
+        self._build = build
+        super().__init__()
+
+    def load_config(self) -> None:
+        for name, value in self._settings.items():
+            if name in self.cfg.settings:  # a setting that only newer releases know
+                self.cfg.set(name, value)
+
+    def load(self) -> Application:
+        return self._build()  # type: ignore[no-any-return]
+
+
+def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) -> None:
+    """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
+
+    ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
+    """
+    check_name("node", node)
+    host, port = split_address(listen)
+    if not token and not _is_loopback(host):
+        raise InvalidConfig(
+            f"refusing to listen on {host} without a credential",
+            hint="give --token-file, or listen on 127.0.0.1",
+        )
+    path = root / SOCKET_NAME
+    if len(os.fsencode(path)) > _SOCKET_PATH_LIMIT:
+        raise InvalidConfig(
+            f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
+        )
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = _lock(root)
+    peers, local = _bind_tcp(host, port), _bind_unix(path)
+    bound_host, bound_port = peers.getsockname()[:2]
+    address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
+
+    def build() -> Application:
+        agent = Agent(root, node=node, domain=domain, address=address, token=token)
+        arbiter = os.getppid()
+        return Application(agent, token=token, stop=lambda: os.kill(arbiter, signal.SIGTERM))
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = {
+        "bind": [f"fd://{local.detach()}", f"fd://{peers.detach()}"],
+        "worker_class": "gthread",
+        "workers": 1,
+        "threads": _THREADS,
+        "timeout": 60,
+        "graceful_timeout": 2,
+        "keepalive": 0,
+        "loglevel": "warning",
+        "proc_name": f"ecckpt-agent-{node}",
+        "worker_tmp_dir": str(root),
+        "control_socket_disable": True,
+    }
+    try:
+        _Server(settings, build).run()
+    finally:
+        os.close(lock)
+
+
+def _lock(root: Path) -> int:
+    descriptor = os.open(root / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise AlreadyRunning(f"{root}: an agent already runs here (pid {owner})") from error
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    peers = socket.socket(family, socket.SOCK_STREAM)
+    peers.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it: a peer that vanished, or stopped reading, is let go.
+    peers.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_TIMEOUT_MS)
+    try:
+        peers.bind((host, port))
+    except OSError as error:
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    peers.listen(512)
+    return peers
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()  # we hold the folder's lock: nobody listens there
+    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    local.bind(str(path))
+    path.chmod(0o600)
+    local.listen(512)
+    return local
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,121 @@
+"""What one agent knows of one run, and what may go when. Decides only: no I/O, no locks, no clock.
+
+The rules of retention all live here. Nothing goes before something newer is committed, except
+what its own writer gave up, and, when the budget leaves no other way, the tail of a timeline that
+a restart has abandoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ecckpt.errors import Fenced
+from ecckpt.fragment import HOME, Header
+from ecckpt.generation import Generation, ShardId
+from ecckpt.recovery import Inventory
+from ecckpt.tiers.memory import Region
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A home copy or fragment on this node.
+
+    ``table`` is None until the file is sealed. ``pins`` counts who works on it; a ``doomed`` entry
+    goes when the last one is done. ``parity`` holds parity fragments of a home while peers pull.
+    """
+
+    header: Header
+    region: Region
+    table: np.ndarray | None
+    pins: int = 0
+    doomed: bool = False
+    parity: Region | None = None
+
+    @property
+    def key(self) -> tuple[ShardId, int]:
+        """Where the ledger keeps it."""
+        return self.header.shard, self.header.index
+
+
+@dataclass(eq=False, slots=True)
+class Ledger:
+    """One run on one node."""
+
+    run: str
+    fence: int = 0
+    committed: Generation | None = None
+    restored: Generation | None = None
+    entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    def admit(self, writer: int) -> bool:
+        """Let a writer of that timeline in; True if it is the first of a newer one.
+
+        Raises ``Fenced`` for a writer of an older timeline.
+        """
+        if writer < self.fence:
+            raise Fenced(timeline=writer, current=self.fence)
+        newer = writer > self.fence
+        self.fence = writer
+        return newer
+
+    def find(self, shard: ShardId, index: int) -> Entry | None:
+        """The entry of that fragment (or home copy), sealed or not."""
+        return self.entries.get((shard, index))
+
+    def inventory(self, node: str) -> Inventory:
+        """Everything sealed, as recovery sees it."""
+        headers = tuple(entry.header for entry in self._sealed())
+        return Inventory(node, headers, self.committed, self.fence, dict(self.rejected))
+
+    def commit(self, generation: Generation) -> list[Entry]:
+        """Note that a generation is safe; returns the entries that may go now.
+
+        Raises ``Fenced`` if its timeline was replaced meanwhile.
+        """
+        if generation.timeline < self.fence:
+            raise Fenced(timeline=generation.timeline, current=self.fence)
+        if self.committed is None or generation > self.committed:
+            self.committed = generation
+        return [
+            entry for (shard, _), entry in self.entries.items() if shard.generation < self.committed
+        ]
+
+    def given_up(self, rank: int, generations: Collection[Generation]) -> list[Entry]:
+        """Entries of generations that their own writer abandoned (never of the committed one)."""
+        return [
+            entry
+            for (shard, _), entry in self.entries.items()
+            if shard.rank == rank
+            and shard.generation in generations
+            and shard.generation != self.committed
+        ]
+
+    def unfinished(self, rank: int | None = None) -> list[Entry]:
+        """Slots reserved and not sealed, and that nobody works on: their writer is gone."""
+        return [
+            entry
+            for (shard, index), entry in self.entries.items()
+            if index == HOME
+            and entry.table is None
+            and not entry.pins
+            and rank in (None, shard.rank)
+        ]
+
+    def abandoned(self) -> list[Entry]:
+        """The tail of an older timeline beyond the point that a restart went back to."""
+        if self.restored is None:
+            return []
+        return [
+            entry
+            for (shard, _), entry in self.entries.items()
+            if self.restored < shard.generation
+            and shard.generation.timeline < self.fence
+            and shard.generation != self.committed
+        ]
+
+    def _sealed(self) -> Iterator[Entry]:
+        return (entry for entry in self.entries.values() if entry.table is not None)

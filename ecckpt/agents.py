@@ -1,0 +1,97 @@
+"""Finding this node's agent, or starting it: on first use, in a session of its own.
+
+An agent that the library starts is no child of the launcher's process group, so it survives the
+kill of the workers; it is the same program as one started by systemd or Kubernetes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ecckpt import wire
+from ecckpt.client import AgentClient
+from ecckpt.config import NodeConfig
+from ecckpt.errors import AgentMismatch, AgentUnreachable
+
+_log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 30.0
+_LOG_TAIL_BYTES = 2000
+# The agent's own name for its socket (agent/daemon.py); the trainer does not import the server.
+SOCKET_NAME = "agent.sock"
+
+
+def local_client(root: Path, *, timeout_s: float = 10.0) -> AgentClient:
+    """A client of the agent that owns ``root``, over its Unix socket."""
+    return AgentClient(f"unix:{root / SOCKET_NAME}", timeout_s=timeout_s)
+
+
+def find_or_start(config: NodeConfig) -> wire.NodeInfo:
+    """This node's agent: the one that answers in its folder, else a new one.
+
+    Raises ``AgentUnreachable`` with the end of the agent's log if none comes up in time, and
+    ``AgentMismatch`` if the one that answers is another node's.
+    """
+    client = local_client(config.root)
+    with contextlib.suppress(AgentUnreachable):
+        return client.node()
+    start(config)
+    return await_agent(client, config.root / "agent.log")
+
+
+def start(config: NodeConfig) -> subprocess.Popen[bytes]:
+    """Start an agent for that folder and return at once. If one runs there, the new one ends."""
+    config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "ecckpt", "agent", "--root", str(config.root)]
+    command += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
+    if config.token_file:
+        command += ["--token-file", str(config.token_file)]
+    with (config.root / "agent.log").open("ab") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def await_agent(
+    client: AgentClient, log: Path, *, process: subprocess.Popen[bytes] | None = None
+) -> wire.NodeInfo:
+    """The agent's answer as soon as it gives one; ``AgentUnreachable`` if it ends or takes long."""
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        ended = process is not None and process.poll() is not None
+        try:
+            return client.node()
+        except AgentUnreachable as error:
+            if ended or time.monotonic() > deadline_s:
+                what = "ended" if ended else f"did not answer within {_START_TIMEOUT_S:g} s"
+                raise AgentUnreachable(
+                    client.address, f"the agent {what}", hint=f"its log ends with: {_tail(log)}"
+                ) from error
+        time.sleep(0.02)
+
+
+def check_reachable(infos: list[wire.NodeInfo], token: str) -> None:
+    """Make sure that each address leads to the agent that gave it.
+
+    Raises ``AgentMismatch`` where another answers: two hosts that both listen on loopback.
+    """
+    for info in infos:
+        found = AgentClient(info.address, token).node()
+        if found.instance != info.instance:
+            raise AgentMismatch(
+                f"node {info.node} says it is at {info.address}, but {found.node} answers there",
+                hint="agents on several hosts need --listen with an address their peers can reach",
+            )
+
+
+def _tail(log: Path) -> str:
+    try:
+        text = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    except OSError:
+        text = ""
+    return " | ".join(text.splitlines()[-3:]) or "nothing"

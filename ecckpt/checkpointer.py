@@ -1,0 +1,327 @@
+"""What a training program uses: Checkpointer, with save, restore and close.
+
+The save path, downwards: ``save`` plans the shard (state/), reserves a slot at the node's agent,
+copies the state into it and returns. The agent (agent/protect.py) encodes the slot and has peers
+hold the fragments; ``saving.Watcher`` sees that through and commits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ecckpt import agents as node_agents
+from ecckpt import wire
+from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.errors import (
+    AgentUnreachable,
+    EcckptError,
+    InvalidConfig,
+    MemoryBudgetTooSmall,
+    SaveTimedOut,
+    TmpfsFull,
+    UnsupportedState,
+    WrongOrder,
+)
+from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.generation import Generation, ShardId
+from ecckpt.joining import join
+from ecckpt.placement import CodeSpec
+from ecckpt.rendezvous import meet
+from ecckpt.restoring import Order, Restored, Restorer
+from ecckpt.saving import Following, SaveHandle, Watcher
+from ecckpt.slots import Slots
+from ecckpt.state import ShardPlan, plan_shard
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_log = logging.getLogger(__name__)
+
+# Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
+_SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
+
+
+class Checkpointer:
+    """Keeps the state of one rank safe in the memory of the run's nodes.
+
+    All ranks construct it, after ``init_process_group`` if there is one; it meets the other ranks
+    and finds or starts this node's agent. Call ``restore`` before the first ``save``, in every
+    start of the program; it begins a new timeline and fences off writers of older ones.
+
+    Args:
+        run: name of the training job, the same over all its restarts.
+        code: ``"auto"``, ``(k, m)`` or ``"k+m"``.
+        every_steps: what ``due`` goes by.
+        root: folder of this node's agent (default: ``ECCKPT_ROOT``, see ``NodeConfig``).
+        agents: addresses of further agents that hold fragments without having ranks.
+        memory_bytes: the run's memory budget on this node; 0 for half of the agent's tmpfs.
+        min_margin: a save needs k + min_margin fragments at their holders.
+        strict: raise from ``save`` what is otherwise only reported by its handle.
+        save_timeout_s: a save that is not committed by then has failed.
+        restore_timeout_s: how long ranks wait for each other in each step of a restore.
+        store, rank, world_size: meet over this ``torch.distributed`` store instead of the default
+            process group's. It must be new for every start.
+
+    Raises:
+        InvalidCode, InvalidConfig, TooFewNodes, DuplicateNode, AgentUnreachable, AgentMismatch,
+        VersionMismatch, RankTimeout: on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        code: CodeSpec = "auto",
+        every_steps: int = 1,
+        root: str | Path | None = None,
+        agents: Sequence[str] = (),
+        memory_bytes: int = 0,
+        min_margin: int = 0,
+        strict: bool = False,
+        save_timeout_s: float = 120.0,
+        restore_timeout_s: float = 300.0,
+        store: Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if memory_bytes < 0:
+            raise InvalidConfig(f"memory_bytes={memory_bytes} is negative")
+        self._config = ClusterConfig(
+            run, code, min_margin, every_steps, save_timeout_s, restore_timeout_s
+        )
+        self._node = NodeConfig.from_environment(root)
+        self._strict = strict
+        self._meeting = meet(store, rank=rank, world_size=world_size)
+        self._cluster, self._local_ranks = join(
+            self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+        )
+        self._slots = Slots()
+        self._watcher = Watcher(
+            self._meeting, self._cluster.agent, list(self._cluster.peers.values())
+        )
+        self._restores = 0
+        self._timeline: int | None = None
+        self._parent: Generation | None = None
+        self._plan: ShardPlan | None = None
+        self._latest: SaveHandle | None = None
+        self._given_up: list[Generation] = []
+        self._closed = False
+        atexit.register(self.close)
+
+    @property
+    def promise(self) -> str:
+        """What may be lost without losing a checkpoint, in words."""
+        return self._cluster.placement.promise()
+
+    @property
+    def timeline(self) -> int | None:
+        """The current timeline; None before ``restore``."""
+        return self._timeline
+
+    def due(self, step: int) -> bool:
+        """Whether the cadence asks for a save after this step; the same on all ranks."""
+        return step % self._config.every_steps == 0
+
+    # -- save -------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: dict[str, Any]) -> SaveHandle:
+        """Take a snapshot of ``state`` and return; protecting it goes on in the background.
+
+        As soon as this returns the state may change. There is no collective and no network here;
+        only if this rank's previous save is not finished does it wait for that one first, so that
+        memory stays bounded. What goes wrong is in the handle (with ``strict`` it is raised) and
+        costs no older generation; an unusable state or budget is raised at the first save.
+        """
+        if self._timeline is None:
+            raise WrongOrder("save() before restore()", hint="call restore(state) at every start")
+        if self._latest is not None and step <= self._latest.step:
+            raise WrongOrder(f"step {step} is not after step {self._latest.step}, saved before")
+        started_s = time.perf_counter()
+        first = self._latest is None
+        generation = Generation(self._timeline, step, self._meeting.session)
+        shard = ShardId(self._config.run, generation, self._meeting.rank)
+        handle = SaveHandle(generation, step)
+        try:
+            self._await_previous()
+            self._stage(handle, shard, state)
+        except (EcckptError, OSError) as error:
+            self._not_saved(handle, shard, error, raised=first and isinstance(error, _SETUP_ERRORS))
+        self._latest = handle
+        handle.stall_s = time.perf_counter() - started_s
+        return handle
+
+    def _await_previous(self) -> None:
+        previous = self._latest
+        if previous is None:
+            return
+        if not previous.wait_done(self._config.save_timeout_s):
+            raise SaveTimedOut(f"the save of step {previous.step} is still not finished")
+        if previous.error is None:
+            self._given_up.clear()
+        elif previous.generation is not None:
+            self._given_up.append(previous.generation)
+
+    def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
+        plan = plan_shard(state, previous=self._plan)
+        header = self._header(shard, plan.shard_bytes)
+        slot = self._cluster.agent.reserve(
+            wire.Reserve(
+                header=header,
+                memory_bytes=self._cluster.memory_bytes,
+                local_ranks=self._local_ranks,
+                holders=self._cluster.placement.code.holders,
+                discard=tuple(self._given_up),
+            )
+        )
+        payload = self._slots.payload(slot)
+        plan.write(payload[: plan.shard_bytes])
+        # A recycled slot holds an older shard; what lies beyond this one is coded too.
+        payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
+        handle.shard_bytes = plan.shard_bytes
+        handle.mark_staged()
+        self._plan = plan
+        self._follow(handle, shard, self._targets(), counted=True)
+
+    def _header(self, shard: ShardId, shard_bytes: int) -> Header:
+        code = self._cluster.placement.code
+        return Header(
+            shard=shard,
+            world_size=self._meeting.world_size,
+            index=HOME,
+            k=code.k,
+            m=code.m,
+            shard_bytes=shard_bytes,
+            fragment_bytes=fragment_bytes_for(shard_bytes, code.k),
+            block_bytes=BLOCK_BYTES,
+            home=self._cluster.home.node,
+            parent=self._parent,
+            created_unix_s=int(time.time()),
+        )
+
+    def _targets(self) -> tuple[wire.Target, ...]:
+        holders = self._cluster.placement.holders[self._cluster.home.node]
+        peers = self._cluster.peers
+        return tuple(
+            wire.Target(index, node, peers[node].address) for index, node in enumerate(holders)
+        )
+
+    def _follow(
+        self, handle: SaveHandle, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
+    ) -> None:
+        code = self._cluster.placement.code
+        least = min(code.k + self._config.min_margin, code.holders) if counted else 0
+        message = wire.Protect(
+            shard=shard,
+            writer=self._timeline or 0,
+            targets=targets,
+            min_fragments=least,
+            memory_bytes=self._cluster.memory_bytes,
+            timeout_s=0.5 * self._config.save_timeout_s,
+            discard=tuple(self._given_up),
+        )
+        deadline_s = time.monotonic() + self._config.save_timeout_s
+        agent = self._cluster.agent
+        self._watcher.follow(
+            Following(handle, shard, deadline_s, lambda: agent.protect(message), counted)
+        )
+
+    def _not_saved(
+        self, handle: SaveHandle, shard: ShardId, error: Exception, *, raised: bool
+    ) -> None:
+        known = error if isinstance(error, EcckptError) else EcckptError(f"{shard}: {error}")
+        handle.finish(known)
+        self._watcher.abandon(shard)
+        if isinstance(error, AgentUnreachable):
+            self._watcher.call(lambda: node_agents.find_or_start(self._node))
+        if raised or self._strict:
+            self._latest = handle
+            raise known
+        _log.warning("step %d was not saved: %s", handle.step, known)
+
+    # -- restore ----------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int | None = None,
+        resume: Literal["auto", "required"] = "auto",
+    ) -> Restored | None:
+        """Bring ``state`` back to the newest generation that survives; None if there never was one.
+
+        All ranks call it, and all take the same generation: one whose bytes cannot be proven on
+        some rank is refused and the next older one is taken. Nothing in ``state`` changes before
+        every rank has its shard in memory, proven, and checked against the state. ``step``
+        restores that step instead of the newest.
+
+        Raises:
+            NothingToRestore: traces of the run were found but none of its generations can be
+                rebuilt, or there were none and ``resume="required"``.
+            StateMismatch: the saved state does not fit; every path is named, nothing was changed.
+            RankTimeout: a rank did not answer in time.
+        """
+        if resume not in ("auto", "required"):
+            raise InvalidConfig(f'resume={resume!r} is neither "auto" nor "required"')
+        if self._latest is not None:
+            self._latest.wait_done(self._config.save_timeout_s)
+        restorer = Restorer(
+            self._meeting,
+            self._cluster,
+            self._slots,
+            number=self._restores,
+            timeout_s=self._config.restore_timeout_s,
+        )
+        self._restores += 1
+        order, restored = restorer.run(state, step=step, required=resume == "required")
+        self._timeline = order.timeline
+        self._latest = None
+        if restored is not None:
+            self._parent = restored.generation
+            self._protect_again(order, restored)
+        return restored
+
+    def _protect_again(self, order: Order, restored: Restored) -> None:
+        """Re-make what the restored generation lost, from the home copy that is here now."""
+        handle = restored.reprotection
+        if order.header is None or not order.repair:
+            handle.finish()
+            return
+        handle.mark_staged()
+        self._follow(handle, order.header.shard, order.repair, counted=False)
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until the last save is committed or has failed, and let everything go.
+
+        The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
+        error of the last save is raised.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._watcher.close()
+        self._slots.close()
+        if self._strict and self._latest is not None and self._latest.error is not None:
+            raise self._latest.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+__all__ = ["Checkpointer", "Restored", "SaveHandle"]

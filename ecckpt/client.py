@@ -1,0 +1,167 @@
+"""One agent, as seen from elsewhere: a method per request of docs/PROTOCOL.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import numpy as np
+
+from ecckpt import errors, wire
+from ecckpt.errors import RequestRefused, VersionMismatch
+from ecckpt.fragment import FORMAT_VERSION, Header, parse_table
+from ecckpt.generation import Generation, ShardId
+from ecckpt.recovery import Inventory
+from ecckpt.transport import http
+
+T = TypeVar("T")
+
+
+def shard_path(shard: ShardId) -> str:
+    """The path under which an agent serves what it has of a shard."""
+    return f"/v1/runs/{quote(shard.run)}/shards/{shard.generation}/{shard.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentClient:
+    """Requests to the agent at ``address`` (``host:port`` or ``unix:/path``).
+
+    Every method raises ``AgentUnreachable`` when there is no answer within its deadline,
+    the agent's own error (``Fenced``, ``MemoryBudgetTooSmall``, ...) or ``RequestRefused`` when it
+    says no, and ``InvalidMessage`` when it talks nonsense.
+    Holds no connection between calls.
+    """
+
+    address: str
+    token: str = ""
+    timeout_s: float = 10.0
+
+    def node(self) -> wire.NodeInfo:
+        """Who it is; ``VersionMismatch`` if it speaks another protocol or format."""
+        info = self._get(wire.NodeInfo, "/v1/node")
+        where = f"agent {info.node} at {self.address}"
+        if info.protocol_version != wire.PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"{where} (protocol)", found=info.protocol_version, known=wire.PROTOCOL_VERSION
+            )
+        if info.format_version != FORMAT_VERSION:
+            raise VersionMismatch(where, found=info.format_version, known=FORMAT_VERSION)
+        return info
+
+    def inventory(self, run: str) -> Inventory:
+        """What it holds of a run."""
+        return self._get(Inventory, f"/v1/runs/{quote(run)}/inventory")
+
+    def status(self) -> dict[str, Any]:
+        """The status for people, as JSON."""
+        status, body = self._exchange("GET", "/v1/status")
+        if status != 200:
+            raise RequestRefused(self.address, status, body.decode(errors="replace")[:200])
+        return dict(json.loads(body))
+
+    def table(self, header: Header) -> np.ndarray:
+        """The checksum table of a shard, uint32 (n, rows); ``CorruptFragment`` if damaged."""
+        status, body = self._exchange("GET", f"{shard_path(header.shard)}/table")
+        if status != 200:
+            raise self._refusal(status, body)
+        return parse_table(body, header, f"{header.shard} from {self.address}")
+
+    def pull_fragment(
+        self, shard: ShardId, index: int, target: memoryview, *, offset: int = 0, timeout_s: float
+    ) -> None:
+        """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified."""
+        path = f"{shard_path(shard)}/fragments/{index}"
+        http.pull(self.address, path, target, offset=offset, token=self.token, timeout_s=timeout_s)
+
+    def reserve(self, message: wire.Reserve) -> wire.Slot:
+        """A slot to stage a shard in (only on the agent's own node)."""
+        return self._post(wire.Slot, message.header.shard.run, "reserve", message)
+
+    def slot(self, shard: ShardId) -> wire.Slot:
+        """The slot of a sealed home copy (only on the agent's own node)."""
+        return self._post(wire.Slot, shard.run, "slot", shard)
+
+    def protect(self, message: wire.Protect) -> None:
+        """Start protecting a staged or sealed shard."""
+        self._post(wire.Done, message.shard.run, "protect", message)
+
+    def watch(self, message: wire.Watch) -> wire.Progress:
+        """How far a shard is, waiting for news up to ``message.wait_s``."""
+        return self._post(
+            wire.Progress,
+            message.shard.run,
+            "watch",
+            message,
+            timeout_s=self.timeout_s + message.wait_s,
+        )
+
+    def hold(self, message: wire.Hold) -> None:
+        """Ask a peer to pull a fragment; it answers later with ``held``."""
+        self._post(wire.Done, message.header.shard.run, "hold", message)
+
+    def held(self, message: wire.Held) -> None:
+        """Tell the home that a ``hold`` is done."""
+        self._post(wire.Done, message.shard.run, "held", message)
+
+    def commit(self, run: str, generation: Generation) -> None:
+        """Tell an agent that a generation is safe everywhere."""
+        self._post(wire.Done, run, "commit", wire.Commit(run, generation))
+
+    def fence(self, run: str, timeline: int, restored: Generation | None = None) -> None:
+        """Tell an agent to refuse writers of older timelines."""
+        self._post(wire.Done, run, "fence", wire.Fence(run, timeline, restored))
+
+    def fetch(self, message: wire.Fetch) -> wire.Fetched:
+        """Bring a shard to the agent's node (only from there)."""
+        return self._post(
+            wire.Fetched,
+            message.header.shard.run,
+            "fetch",
+            message,
+            timeout_s=self.timeout_s + message.timeout_s,
+        )
+
+    def shutdown(self) -> None:
+        """End the agent; what it holds stays in its folder (only from its own node)."""
+        status, body = self._exchange("POST", "/v1/shutdown", b"")
+        if status != 200:
+            raise self._refusal(status, body)
+
+    def _get(self, kind: type[T], path: str) -> T:
+        status, body = self._exchange("GET", path)
+        if status != 200:
+            raise self._refusal(status, body)
+        return wire.unpack(kind, body)
+
+    def _post(
+        self, kind: type[T], run: str, verb: str, message: object, *, timeout_s: float = 0.0
+    ) -> T:
+        path = f"/v1/runs/{quote(run)}/{verb}"
+        status, body = self._exchange("POST", path, wire.pack(message), timeout_s=timeout_s)
+        if status != 200:
+            raise self._refusal(status, body)
+        return wire.unpack(kind, body)
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float = 0.0
+    ) -> tuple[int, bytes]:
+        return http.request(
+            self.address,
+            method,
+            path,
+            body=body,
+            token=self.token,
+            timeout_s=timeout_s or self.timeout_s,
+            limit_bytes=wire.MESSAGE_LIMIT_BYTES,
+        )
+
+    def _refusal(self, status: int, body: bytes) -> errors.EcckptError:
+        try:
+            refusal = wire.unpack(wire.Refusal, body)
+        except errors.InvalidMessage:
+            text = body[:200].decode(errors="replace")
+            return RequestRefused(self.address, status, f"not an ecckpt agent's answer: {text}")
+        known = errors.revive(refusal.error, refusal.message, refusal.facts)
+        return known or RequestRefused(self.address, status, refusal.message)

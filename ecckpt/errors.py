@@ -1,0 +1,228 @@
+"""Every exception of ecckpt: one base class, one level of leaves.
+
+A message says what happened, where, and with which numbers; ``hint`` says what to do about it and
+is part of ``str(error)``. Leaves also derive from the built-in class that callers would expect
+(``ValueError`` for bad arguments, ``TimeoutError`` for deadlines, ``OSError`` for resources).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class EcckptError(Exception):
+    """Base of everything that ecckpt raises on purpose."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.hint = hint
+
+
+def facts(error: EcckptError) -> dict[str, int]:
+    """The whole numbers an error carries, by attribute name."""
+    return {name: value for name, value in vars(error).items() if type(value) is int}
+
+
+def revive(name: str, message: str, numbers: Mapping[str, int]) -> EcckptError | None:
+    """The error of that class name as it was raised in another process; None if there is none.
+
+    Only classes of this module, and only their text and whole numbers, come back.
+    """
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, EcckptError)):
+        return None
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    error.hint = ""
+    for attribute, value in numbers.items():
+        if attribute.isidentifier() and not attribute.startswith("_"):
+            setattr(error, attribute, value)
+    return error
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+class InvalidCode(EcckptError, ValueError):
+    """A code (k, m) or its spelling that cannot be used."""
+
+
+class InvalidBuffer(EcckptError, ValueError):
+    """A buffer of the wrong length, read-only where it is written, or overlapping another."""
+
+
+class InvalidConfig(EcckptError, ValueError):
+    """A name, address or limit that cannot be used."""
+
+
+class TooFewNodes(EcckptError, ValueError):
+    """The cluster has fewer nodes than the code needs."""
+
+    def __init__(self, *, have: int, need: int, code: str) -> None:
+        super().__init__(
+            f"code {code} needs {need} nodes (k + m holders and the home), but there are {have}",
+            hint='use code="auto" or a smaller code',
+        )
+        self.have, self.need = have, need
+
+
+class DuplicateNode(EcckptError, ValueError):
+    """Two agents claim the same node id."""
+
+    def __init__(self, node: str, addresses: Sequence[str]) -> None:
+        super().__init__(
+            f"node id {node!r} is claimed by {len(addresses)} agents: {', '.join(addresses)}",
+            hint="give each agent its own --node",
+        )
+        self.node, self.addresses = node, tuple(addresses)
+
+
+class WrongOrder(EcckptError, RuntimeError):
+    """A call that needs another call first."""
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+class CorruptFragment(EcckptError):
+    """A fragment, home copy or control message whose bytes cannot be what was written."""
+
+
+class VersionMismatch(EcckptError):
+    """Bytes or an agent of another format version."""
+
+    def __init__(self, where: str, *, found: int, known: int) -> None:
+        super().__init__(
+            f"{where} has format version {found}, this ecckpt knows {known}",
+            hint="run the same ecckpt release on every node; nothing was changed or deleted",
+        )
+        self.found, self.known = found, known
+
+
+class TooFewFragments(EcckptError):
+    """Fewer good fragments than a shard needs."""
+
+    def __init__(self, shard: str, *, have: int, need: int, reasons: Sequence[str] = ()) -> None:
+        detail = f"; {'; '.join(reasons)}" if reasons else ""
+        super().__init__(f"{shard}: {have} good fragments, {need} needed{detail}")
+        self.have, self.need, self.reasons = have, need, tuple(reasons)
+
+
+class InvalidMessage(EcckptError, ValueError):
+    """A control message that does not follow the protocol."""
+
+
+# -- agents and peers -----------------------------------------------------------------------------
+
+
+class AgentUnreachable(EcckptError, ConnectionError):
+    """An agent that does not answer, or not in time."""
+
+    def __init__(self, address: str, reason: str, *, hint: str = "") -> None:
+        super().__init__(f"agent {address}: {reason}", hint=hint)
+        self.address, self.reason = address, reason
+
+
+class RequestRefused(EcckptError):
+    """An agent understood a request and said no."""
+
+    def __init__(self, address: str, status: int, message: str) -> None:
+        super().__init__(f"agent {address} refused ({status}): {message}")
+        self.address, self.status, self.message = address, status, message
+
+
+class AgentMismatch(EcckptError):
+    """The agent found is not one this run can use."""
+
+
+class Fenced(EcckptError):
+    """A writer of an older timeline, after a newer one has started."""
+
+    def __init__(self, *, timeline: int, current: int) -> None:
+        super().__init__(
+            f"timeline {timeline} is fenced off: timeline {current} has started",
+            hint="this process was replaced by a restart and must end",
+        )
+        self.timeline, self.current = timeline, current
+
+
+class NotHeld(EcckptError, LookupError):
+    """The agent has nothing of what was asked for."""
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class MemoryBudgetTooSmall(EcckptError):
+    """The run's memory budget on a node cannot hold what a save needs."""
+
+    def __init__(self, node: str, *, need_bytes: int, have_bytes: int, what: str) -> None:
+        super().__init__(
+            f"node {node}: {what} needs {need_bytes:,} bytes of checkpoint memory, "
+            f"the run's budget is {have_bytes:,}",
+            hint="raise memory_bytes, or use a code with less overhead",
+        )
+        self.need_bytes, self.have_bytes = need_bytes, have_bytes
+
+
+class TmpfsFull(EcckptError, OSError):
+    """The tmpfs under an agent has no room for a reservation."""
+
+    def __init__(self, path: str, *, need_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{path}: {need_bytes:,} bytes wanted, {free_bytes:,} free on that tmpfs",
+            hint="enlarge the tmpfs (docker: --shm-size) or move the agent's --root",
+        )
+        self.need_bytes, self.free_bytes = need_bytes, free_bytes
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class UnsupportedState(EcckptError, TypeError):
+    """Something in the state cannot be stored; found at the first save."""
+
+    def __init__(self, path: str, kind: str, *, hint: str) -> None:
+        super().__init__(f"{path}: cannot store {kind}", hint=hint)
+        self.path, self.kind = path, kind
+
+
+class StateMismatch(EcckptError, ValueError):
+    """A saved state does not fit the state it is restored into; nothing was changed."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        shown = "; ".join(problems[:20])
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        super().__init__(f"{len(problems)} mismatches: {shown}{more}")
+        self.problems = tuple(problems)
+
+
+# -- save and restore -----------------------------------------------------------------------------
+
+
+class SaveFailed(EcckptError):
+    """A save that did not reach its redundancy; the older generation is untouched."""
+
+
+class SaveTimedOut(EcckptError, TimeoutError):
+    """A save that did not finish before its deadline; the older generation is untouched."""
+
+
+class NothingToRestore(EcckptError, LookupError):
+    """No generation of the run can be rebuilt from what survives."""
+
+    def __init__(self, run: str, rejected: Mapping[str, str], *, hint: str = "") -> None:
+        detail = "; ".join(f"{name}: {why}" for name, why in rejected.items())
+        super().__init__(
+            f"run {run!r}: nothing to restore{': ' + detail if detail else ''}", hint=hint
+        )
+        self.rejected = dict(rejected)
+
+
+class RankTimeout(EcckptError, TimeoutError):
+    """Ranks that did not answer in time while all of them had to agree."""
+
+    def __init__(self, what: str, ranks: Sequence[int], *, timeout_s: float) -> None:
+        shown = ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
+        super().__init__(f"{what}: no answer from rank {shown} within {timeout_s:g} s")
+        self.ranks, self.timeout_s = tuple(ranks), timeout_s

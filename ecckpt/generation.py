@@ -1,0 +1,59 @@
+"""Who a checkpoint is: run, generation and shard, their order and their spelling. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from ecckpt.errors import InvalidConfig, InvalidMessage
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_GENERATION = re.compile(r"(\d{1,18})\.(\d{1,18})\.([0-9a-f]{16})")
+
+
+def check_name(what: str, name: str) -> str:
+    """Return ``name`` if it can stand in paths and URLs, else raise ``InvalidConfig``."""
+    if not _NAME.fullmatch(name):
+        raise InvalidConfig(
+            f"{what} {name!r} is not a usable name",
+            hint="1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+        )
+    return name
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Generation:
+    """What one save makes: ``(timeline, step)``, ordered by timeline and then step.
+
+    The timeline comes first because a run that went back to step 300 and saved 400 is newer than
+    the 5000 it abandoned. ``session`` (16 hex digits, drawn when the run starts or restarts) keeps
+    apart two histories that could not know of each other's timeline.
+    """
+
+    timeline: int
+    step: int
+    session: str
+
+    def __str__(self) -> str:
+        return f"{self.timeline}.{self.step}.{self.session}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The generation that ``str()`` spelled; ``InvalidMessage`` for anything else."""
+        match = _GENERATION.fullmatch(text)
+        if not match:
+            raise InvalidMessage(f"{text[:80]!r} is no generation (timeline.step.session)")
+        return cls(int(match[1]), int(match[2]), match[3])
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ShardId:
+    """One rank's state in one generation of one run."""
+
+    run: str
+    generation: Generation
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.generation}/rank {self.rank}"

@@ -1,0 +1,122 @@
+"""How the ranks of a session come to know the cluster: agents, nodes, placement."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ecckpt import wire
+from ecckpt.agents import check_reachable, find_or_start, local_client
+from ecckpt.client import AgentClient
+from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.errors import DuplicateNode, InvalidConfig
+from ecckpt.placement import Node, parse_code, plan_placement
+from ecckpt.rendezvous import Meeting
+from ecckpt.restoring import Cluster
+
+_log = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """What a rank tells the others: its agent and its configuration."""
+
+    info: wire.NodeInfo
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Roster:
+    """What every rank gets back. ``homes`` is filled for rank 0 only."""
+
+    nodes: tuple[wire.NodeInfo, ...]
+    local_ranks: int
+    homes: tuple[str, ...]
+
+
+def join(
+    meeting: Meeting,
+    config: ClusterConfig,
+    node: NodeConfig,
+    *,
+    agents: Sequence[str],
+    memory_bytes: int,
+) -> tuple[Cluster, int]:
+    """Find or start this node's agent and meet the others.
+
+    Returns the cluster and how many ranks have their home on this node. Raises on all ranks alike
+    for differing configurations, duplicate node ids, agents that cannot be reached or are of
+    another version, and for a code that needs more nodes.
+    """
+    token = node.token()
+    info = find_or_start(node)
+    roster = _meet(meeting, config, info, agents=agents, token=token)
+    code = parse_code(config.code, len(roster.nodes))
+    placement = plan_placement([Node(each.node, each.domain) for each in roster.nodes], code)
+    if meeting.rank == 0:
+        level = logging.INFO if code.holders else logging.WARNING
+        _log.log(
+            level, "run %s on %d nodes: %s", config.run, len(roster.nodes), placement.promise()
+        )
+    cluster = Cluster(
+        run=config.run,
+        home=info,
+        agent=local_client(node.root),
+        peers={each.node: AgentClient(each.address, token) for each in roster.nodes},
+        placement=placement,
+        homes=roster.homes,
+        memory_bytes=memory_bytes,
+    )
+    return cluster, roster.local_ranks
+
+
+def _meet(
+    meeting: Meeting,
+    config: ClusterConfig,
+    info: wire.NodeInfo,
+    *,
+    agents: Sequence[str],
+    token: str,
+) -> _Roster:
+    def lead(payloads: list[bytes]) -> Sequence[bytes]:
+        members = [wire.unpack(_Member, payload) for payload in payloads]
+        _check_alike(members)
+        extra = [AgentClient(address, token).node() for address in agents]
+        nodes = _distinct([member.info for member in members] + extra)
+        check_reachable(nodes, token)
+        # Fails here, on all ranks with the same words, rather than on each by itself.
+        parse_code(config.code, len(nodes))
+        ranks: dict[str, int] = defaultdict(int)
+        for member in members:
+            ranks[member.info.node] += 1
+        homes = tuple(member.info.node for member in members)
+        return [
+            wire.pack(_Roster(tuple(nodes), ranks[home], homes if rank == 0 else ()))
+            for rank, home in enumerate(homes)
+        ]
+
+    payload = wire.pack(_Member(info, config.fingerprint()))
+    return wire.unpack(_Roster, meeting.decide("join", payload, lead, timeout_s=_JOIN_TIMEOUT_S))
+
+
+def _check_alike(members: Sequence[_Member]) -> None:
+    first = members[0].fingerprint
+    for rank, member in enumerate(members):
+        if member.fingerprint != first:
+            raise InvalidConfig(
+                f"rank {rank} is configured differently: {member.fingerprint}, rank 0: {first}"
+            )
+
+
+def _distinct(infos: Sequence[wire.NodeInfo]) -> list[wire.NodeInfo]:
+    """One entry per agent; ``DuplicateNode`` if two agents share a node id."""
+    nodes: dict[str, wire.NodeInfo] = {}
+    for info in infos:
+        known = nodes.setdefault(info.node, info)
+        if known.instance != info.instance:
+            raise DuplicateNode(info.node, [known.address, info.address])
+    return [nodes[name] for name in sorted(nodes)]

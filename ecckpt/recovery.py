@@ -1,0 +1,199 @@
+"""Inventories -> RecoveryPlan: what survives, and the newest generation all shards can reach. Pure.
+
+The plan is a value: it can be printed, asked "what if these nodes died?" (leave their inventories
+out) and tested over every pattern of loss. It deletes nothing and takes absence for absence, not
+for proof of loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ecckpt.fragment import HOME, Header
+from ecckpt.generation import Generation
+
+Class = Literal["complete", "recoverable", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one agent holds of one run. ``rejected`` maps a file's name to why it was not taken."""
+
+    node: str
+    headers: tuple[Header, ...]
+    committed: Generation | None
+    fence: int
+    rejected: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What is left of one shard.
+
+    ``margin`` is how many more node losses it survives, whichever nodes they are; -1 when lost.
+    ``fragments`` maps index -> nodes that have it; ``homes`` are the nodes with a whole copy.
+    """
+
+    rank: int
+    state: Class
+    margin: int
+    header: Header | None
+    homes: tuple[str, ...]
+    fragments: Mapping[int, tuple[str, ...]]
+
+    def why(self) -> str:
+        """One clause for people."""
+        if self.header is None:
+            return f"rank {self.rank}: nothing of it was found"
+        have, need = len(self.fragments), self.header.k
+        return f"rank {self.rank}: {have} of {need} needed fragments, {len(self.homes)} home copies"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """One generation: as bad as its worst shard."""
+
+    generation: Generation
+    parent: Generation | None
+    world_size: int
+    state: Class
+    margin: int
+    shards: tuple[ShardReport, ...]
+
+    def why(self) -> str:
+        """Why it cannot be restored, naming the lost shards; empty when it can."""
+        lost = [shard.why() for shard in self.shards if shard.state == "lost"]
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        return (
+            f"{len(lost)} of {self.world_size} shards lost: {'; '.join(lost[:4])}{more}"
+            if lost
+            else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """All generations of a run that left a trace, newest first, and the one to restore."""
+
+    run: str
+    generations: tuple[GenerationReport, ...]
+    chosen: GenerationReport | None
+    newest_timeline: int
+
+    def rejected(self) -> dict[str, str]:
+        """Generations newer than the chosen one -> why each was passed over."""
+        floor = self.chosen.generation if self.chosen else None
+        return {
+            str(report.generation): report.why() or "refused"
+            for report in self.generations
+            if floor is None or report.generation > floor
+        }
+
+
+def plan_recovery(
+    run: str,
+    inventories: Iterable[Inventory],
+    *,
+    step: int | None = None,
+    refused: Collection[Generation] = (),
+) -> RecoveryPlan:
+    """Class every generation of ``run`` and choose the newest that all its shards can reach.
+
+    ``step`` restricts the choice to that step (its newest timeline); ``refused`` are generations
+    that were tried and found bad.
+    """
+    found: dict[Generation, dict[int, dict[str, list[Header]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    newest_timeline = 0
+    for inventory in inventories:
+        newest_timeline = max(newest_timeline, inventory.fence)
+        if inventory.committed:
+            newest_timeline = max(newest_timeline, inventory.committed.timeline)
+        for header in inventory.headers:
+            if header.shard.run == run:
+                shard = header.shard
+                found[shard.generation][shard.rank][inventory.node].append(header)
+    reports = tuple(
+        _report(generation, found[generation]) for generation in sorted(found, reverse=True)
+    )
+    if reports:
+        newest_timeline = max(newest_timeline, reports[0].generation.timeline)
+    chosen = next(
+        (
+            report
+            for report in reports
+            if report.state != "lost"
+            and report.generation not in refused
+            and (step is None or report.generation.step == step)
+        ),
+        None,
+    )
+    return RecoveryPlan(run, reports, chosen, newest_timeline)
+
+
+def _report(
+    generation: Generation, ranks: Mapping[int, Mapping[str, list[Header]]]
+) -> GenerationReport:
+    sample = next(headers[0] for nodes in ranks.values() for headers in nodes.values())
+    shards = tuple(_shard(rank, ranks.get(rank, {})) for rank in range(sample.world_size))
+    states = {shard.state for shard in shards}
+    state: Class = (
+        "lost" if "lost" in states else "recoverable" if "recoverable" in states else "complete"
+    )
+    return GenerationReport(
+        generation,
+        sample.parent,
+        sample.world_size,
+        state,
+        min(shard.margin for shard in shards),
+        shards,
+    )
+
+
+def _shard(rank: int, nodes: Mapping[str, list[Header]]) -> ShardReport:
+    # Headers that disagree on the shard's shape never mix: the shape most files agree on wins.
+    shapes = Counter(
+        (header.k, header.m, header.shard_bytes, header.block_bytes)
+        for headers in nodes.values()
+        for header in headers
+    )
+    if not shapes:
+        return ShardReport(rank, "lost", -1, None, (), {})
+    shape = max(shapes, key=lambda key: (shapes[key], key))
+    homes: list[str] = []
+    fragments: dict[int, list[str]] = defaultdict(list)
+    chosen: Header | None = None
+    for node in sorted(nodes):
+        for header in nodes[node]:
+            if (header.k, header.m, header.shard_bytes, header.block_bytes) != shape:
+                continue
+            chosen = chosen or header
+            if header.index == HOME:
+                homes.append(node)
+            else:
+                fragments[header.index].append(node)
+    assert chosen is not None
+    margin = _margin(chosen.k, homes, fragments)
+    whole = bool(homes) and len(fragments) == chosen.n
+    state: Class = "lost" if margin < 0 else "complete" if whole else "recoverable"
+    table = {index: tuple(at) for index, at in sorted(fragments.items())}
+    return ShardReport(rank, state, margin, chosen, tuple(homes), table)
+
+
+def _margin(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
+    """Node losses survived in the worst order: all homes first, then the fullest holders."""
+    if not homes and len(fragments) < k:
+        return -1
+    lost = set(homes)
+    left = {index: set(at) - lost for index, at in fragments.items()}
+    removed = len(lost)
+    while sum(1 for at in left.values() if at) >= k:
+        load = Counter(node for at in left.values() for node in at)
+        worst = max(load, key=lambda node: (load[node], node))
+        left = {index: at - {worst} for index, at in left.items()}
+        removed += 1
+    return removed - 1

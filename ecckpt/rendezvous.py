@@ -1,0 +1,180 @@
+"""Who is in the cluster, and how its ranks agree: over the store that the launcher already has.
+
+Every exchange has a deadline and names the ranks that did not answer. Rank 0 collects and decides,
+so a decision costs each rank one write and one read, whatever the size of the cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ecckpt.errors import EcckptError, InvalidConfig, RankTimeout, facts, revive
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_NONCE_BYTES = 8
+_SESSION_TIMEOUT_S = 60.0
+
+Decide = Callable[[list[bytes]], Sequence[bytes]]
+
+
+class Meeting(Protocol):
+    """How the ranks of one session meet. ``session`` is 16 hex digits, new at every start."""
+
+    rank: int
+    world_size: int
+    session: str
+
+    def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
+        """All ranks give a payload; rank 0 turns them into one answer per rank.
+
+        Every rank calls this with the same ``tag``, each tag once. An ``EcckptError`` that
+        ``decide`` raises is raised on all ranks. Raises ``RankTimeout`` after ``timeout_s``.
+        """
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0; returns the new value. Safe from any thread."""
+
+
+class Alone:
+    """The meeting of a single process."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.session = secrets.token_hex(_NONCE_BYTES)
+        self._counters: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
+        """The only rank decides."""
+        del tag, timeout_s
+        return decide([payload])[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count locally."""
+        with self._lock:
+            self._counters[key] = self._counters.get(key, 0) + amount
+            return self._counters[key]
+
+
+@dataclass
+class StoreMeeting:
+    """A meeting over a ``torch.distributed`` store.
+
+    All keys carry the session, so what an earlier incarnation left in a store that survives
+    restarts is never read. Background threads use a connection of their own.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    session: str
+
+    def __post_init__(self) -> None:
+        root = self.store
+        clone = getattr(root, "clone", None)  # torch >= 2.7; older stores serialise calls inside
+        self._counting = self._own(clone() if clone else root)
+        self._mine = self._own(root)
+        self._lock = threading.Lock()
+
+    def _own(self, store: Store) -> Store:
+        return dist.PrefixStore(f"ecckpt/{self.session}", store)  # type: ignore[attr-defined]
+
+    def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
+        """See ``Meeting.decide``."""
+        deadline_s = time.monotonic() + timeout_s
+        self._mine.set(f"{tag}/in/{self.rank}", b"." + payload)  # type: ignore[arg-type]
+        if self.rank == 0:
+            self._lead(tag, decide, deadline_s, timeout_s)
+        answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
+        return _open_answer(answer)
+
+    def add(self, key: str, amount: int) -> int:
+        """See ``Meeting.add``."""
+        with self._lock:
+            return int(self._counting.add(key, amount))
+
+    def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:
+        ranks = range(self.world_size)
+        keys = [f"{tag}/in/{rank}" for rank in ranks]
+        try:
+            payloads = self._read(tag, keys, deadline_s, timeout_s, ranks=list(ranks))
+            answers = [b"+" + answer for answer in decide([each[1:] for each in payloads])]
+        except EcckptError as error:
+            fields = [type(error).__name__, str(error), facts(error)]
+            answers = [b"-" + msgpack.packb(fields)] * self.world_size
+        for rank, answer in zip(ranks, answers, strict=True):
+            self._mine.set(f"{tag}/out/{rank}", answer)  # type: ignore[arg-type]
+
+    def _read(
+        self, tag: str, keys: list[str], deadline_s: float, timeout_s: float, *, ranks: list[int]
+    ) -> list[bytes]:
+        left_s = max(0.001, deadline_s - time.monotonic())
+        try:
+            self._mine.wait(keys, timedelta(seconds=left_s))
+        except RuntimeError as error:
+            late = [rank for rank, key in zip(ranks, keys, strict=True) if not self._has(key)]
+            raise RankTimeout(tag, late or ranks, timeout_s=timeout_s) from error
+        return [self._mine.get(key) for key in keys]
+
+    def _has(self, key: str) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return bool(self._mine.check([key]))
+        return False
+
+
+def meet(
+    store: Store | None = None, *, rank: int | None = None, world_size: int | None = None
+) -> Meeting:
+    """Find the other ranks.
+
+    With the default process group initialised, its store is used and the session is broadcast
+    through it (the one collective of ecckpt: all ranks construct their ``Checkpointer``). With
+    ``store``, ``rank`` and ``world_size``, that store, which must be new for every start. Else
+    this process is alone.
+    """
+    if store is not None:
+        if rank is None or world_size is None or not 0 <= rank < world_size:
+            raise InvalidConfig(f"store= needs rank= and world_size=, not {rank} of {world_size}")
+        return StoreMeeting(store, rank, world_size, _session_over(store, rank))
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    default = dist.distributed_c10d._get_default_store()
+    return StoreMeeting(default, dist.get_rank(), dist.get_world_size(), _broadcast_session())
+
+
+def _session_over(store: Store, rank: int) -> str:
+    if rank == 0:
+        store.set("ecckpt/session", secrets.token_hex(_NONCE_BYTES))
+    try:
+        store.wait(["ecckpt/session"], timedelta(seconds=_SESSION_TIMEOUT_S))
+    except RuntimeError as error:
+        raise RankTimeout("the session", [0], timeout_s=_SESSION_TIMEOUT_S) from error
+    return store.get("ecckpt/session").decode()
+
+
+def _broadcast_session() -> str:
+    backend = dist.get_backend_config()
+    device = "cpu" if "cpu" in str(backend) else f"cuda:{torch.cuda.current_device()}"
+    nonce = torch.tensor(list(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8, device=device)
+    dist.broadcast(nonce, src=0)
+    return bytes(nonce.cpu().tolist()).hex()
+
+
+def _open_answer(answer: bytes) -> bytes:
+    if answer[:1] == b"+":
+        return answer[1:]
+    name, message, numbers = msgpack.unpackb(answer[1:])
+    raise revive(name, message, numbers) or EcckptError(message)

@@ -1,0 +1,318 @@
+"""A restore, step by step, the same on all ranks.
+
+rank 0                                   every rank
+------                                   ----------
+fence older timelines, take inventories
+plan -> an order for each rank  ------>  bring the shard home, prove every block
+                                         check it against the state, change nothing
+all fine?                       <------  outcome
+go, or refuse this generation   ------>  load, or wait for the next order
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ecckpt import wire
+from ecckpt.client import AgentClient
+from ecckpt.codec import Codec
+from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
+from ecckpt.fragment import HOME, Header
+from ecckpt.generation import Generation
+from ecckpt.placement import Placement, plan_repair
+from ecckpt.recovery import Inventory, RecoveryPlan, ShardReport, plan_recovery
+from ecckpt.rendezvous import Meeting
+from ecckpt.saving import SaveHandle
+from ecckpt.slots import Slots
+from ecckpt.state import Shard, check, load, read_shard
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one rank shall do: bring this shard home from these sources; None: nothing is left."""
+
+    timeline: int
+    header: Header | None
+    local: bool
+    sources: tuple[wire.Sources, ...]
+    repair: tuple[wire.Target, ...]
+    margin: int
+    rejected: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How it went: ok, bad (the bytes cannot be had or proven) or mismatch (they do not fit)."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was restored.
+
+    ``source`` is "home" (this node's own memory) or "peers"; ``pulled_bytes`` came over the
+    network and ``rebuilt_fragments`` were computed. ``margin`` is how many more nodes could have
+    been lost. ``rejected`` maps newer generations to why they were passed over. ``reprotection``
+    is the handle of re-making the fragments that were lost, in the background.
+    """
+
+    step: int
+    timeline: int
+    generation: Generation
+    source: str
+    seconds: float
+    pulled_bytes: int
+    rebuilt_fragments: int
+    margin: int
+    rejected: Mapping[str, str]
+    reprotection: SaveHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Who takes part: this rank's agent, all nodes, and where fragments go.
+
+    ``homes`` is each rank's node; only rank 0 knows it.
+    """
+
+    run: str
+    home: wire.NodeInfo
+    agent: AgentClient
+    peers: Mapping[str, AgentClient]
+    placement: Placement
+    homes: tuple[str, ...]
+    memory_bytes: int
+
+
+class Restorer:
+    """Restores for one rank; ``number`` tells apart several restores of one session."""
+
+    def __init__(
+        self, meeting: Meeting, cluster: Cluster, slots: Slots, *, number: int, timeout_s: float
+    ) -> None:
+        self._meeting = meeting
+        self._cluster = cluster
+        self._slots = slots
+        self._tag = f"restore/{number}"
+        self._timeout_s = timeout_s
+        self._refused: dict[Generation, str] = {}
+        self._timeline = 0
+
+    def run(
+        self, state: dict[str, Any], *, step: int | None, required: bool
+    ) -> tuple[Order, Restored | None]:
+        """Restore into ``state``; returns the order carried out and what was restored, if anything.
+
+        Raises ``NothingToRestore`` if something of the run was found and none of it can be
+        rebuilt, or if nothing was found and ``required`` is set.
+        """
+        started_s = time.monotonic()
+        for attempt in range(1000):
+            order = self._order(attempt, step)
+            if order.header is None:
+                if order.rejected or required or step is not None:
+                    raise NothingToRestore(
+                        self._cluster.run,
+                        order.rejected,
+                        hint="to start from scratch, give the run another name",
+                    )
+                return order, None
+            shard, outcome, fetched = self._prepare(order, state)
+            if self._verdict(attempt, order.header.shard.generation, outcome):
+                assert shard is not None
+                load(state, shard)
+                return order, self._restored(order, fetched, started_s)
+        raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
+
+    # -- rank 0 -----------------------------------------------------------------------------------
+
+    def _order(self, attempt: int, step: int | None) -> Order:
+        def lead(_: list[bytes]) -> Sequence[bytes]:
+            if not self._timeline:
+                self._timeline = self._start_timeline()
+            inventories, silent = self._inventories()
+            plan = plan_recovery(self._cluster.run, inventories, step=step, refused=self._refused)
+            return [wire.pack(order) for order in self._orders(plan, silent)]
+
+        answer = self._meeting.decide(
+            f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
+        )
+        return wire.unpack(Order, answer)
+
+    def _start_timeline(self) -> int:
+        """Fence first, look afterwards: no plan on what an older writer may still change."""
+        inventories, _ = self._inventories()
+        timeline = plan_recovery(self._cluster.run, inventories).newest_timeline + 1
+        self._each_peer(lambda peer: peer.fence(self._cluster.run, timeline))
+        return timeline
+
+    def _inventories(self) -> tuple[list[Inventory], dict[str, str]]:
+        return self._each_peer(lambda peer: peer.inventory(self._cluster.run))
+
+    def _each_peer(self, ask: Any) -> tuple[list[Any], dict[str, str]]:
+        """Answers of all agents, and for those that did not answer, why."""
+        answers: list[Any] = []
+        silent: dict[str, str] = {}
+        peers = self._cluster.peers
+        with ThreadPoolExecutor(min(32, len(peers)), thread_name_prefix="ask") as pool:
+            futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
+            for node, future in futures.items():
+                try:
+                    answers.append(future.result())
+                except (EcckptError, OSError) as error:
+                    silent[f"node {node}"] = str(error)
+                    _log.warning("node %s: %s", node, error)
+        return answers, silent
+
+    def _orders(self, plan: RecoveryPlan, silent: Mapping[str, str]) -> list[Order]:
+        world_size = self._meeting.world_size
+        rejected = {
+            name: next((why for each, why in self._refused.items() if str(each) == name), why)
+            for name, why in plan.rejected().items()
+        }
+        if plan.chosen is None:
+            rejected |= silent if rejected else {}
+            nothing = Order(self._timeline, None, False, (), (), -1, rejected)
+            return [nothing] * world_size
+        if plan.chosen.world_size != world_size:
+            raise StateMismatch(
+                [
+                    f"generation {plan.chosen.generation} was saved by {plan.chosen.world_size} "
+                    f"ranks and {world_size} restore it: another world size is not supported yet"
+                ]
+            )
+        return [self._order_for(shard, rejected) for shard in plan.chosen.shards]
+
+    def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
+        assert shard.header is not None
+        header = shard.header.at(HOME)
+        home = self._cluster.homes[shard.rank]
+        address = {node: peer.address for node, peer in self._cluster.peers.items()}
+        sources = []
+        for index in range(header.n):
+            copies = shard.homes if index < header.k else ()
+            nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
+            if nodes:
+                sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
+        placement = self._cluster.placement
+        missing = plan_repair(
+            home=home,
+            indices=header.n if placement.code.holders else 0,
+            present=shard.fragments,
+            holders=placement.holders[home],
+            nodes=placement.holders,
+        )
+        targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
+        return Order(
+            self._timeline,
+            replace(header, home=home),
+            home in shard.homes,
+            tuple(sources),
+            tuple(targets),
+            shard.margin,
+            rejected,
+        )
+
+    # -- every rank -------------------------------------------------------------------------------
+
+    def _prepare(
+        self, order: Order, state: dict[str, Any]
+    ) -> tuple[Shard | None, _Outcome, wire.Fetched | None]:
+        assert order.header is not None
+        fetched: wire.Fetched | None = None
+        try:
+            payload = self._from_home(order) if order.local else None
+            if payload is None:
+                fetched = self._fetch(order)
+                payload = self._proven(fetched.slot)
+            shard = read_shard(payload[: order.header.shard_bytes])
+            check(state, shard)
+        except StateMismatch as error:
+            return None, _Outcome("mismatch", f"rank {self._meeting.rank}: {error}"), fetched
+        except (EcckptError, OSError) as error:
+            return None, _Outcome("bad", f"rank {self._meeting.rank}: {error}"), fetched
+        return shard, _Outcome("ok", ""), fetched
+
+    def _from_home(self, order: Order) -> memoryview | None:
+        """The local home copy if every block of it proves right, else None: peers will have it."""
+        assert order.header is not None
+        try:
+            return self._proven(self._cluster.agent.slot(order.header.shard))
+        except EcckptError as error:
+            _log.warning("home copy refused, asking peers: %s", error)
+            return None
+
+    def _fetch(self, order: Order) -> wire.Fetched:
+        assert order.header is not None
+        return self._cluster.agent.fetch(
+            wire.Fetch(
+                header=order.header,
+                writer=order.timeline,
+                sources=order.sources,
+                memory_bytes=self._cluster.memory_bytes,
+                timeout_s=0.9 * self._timeout_s,
+            )
+        )
+
+    def _proven(self, slot: wire.Slot) -> memoryview:
+        """The payload of a slot, every block checked here, where it is about to be used."""
+        header = slot.header
+        payload = self._slots.payload(slot)
+        size_bytes = header.fragment_bytes
+        views = {
+            index: payload[index * size_bytes : (index + 1) * size_bytes]
+            for index in range(header.k)
+        }
+        table = self._cluster.agent.table(header)
+        bad = Codec(header.k, header.m).verify(views, table, header.block_bytes)
+        if bad:
+            raise CorruptFragment(
+                f"home copy of {header.shard}: {len(bad)} of {header.k * header.rows} blocks "
+                f"fail their CRC32C, the first in fragment {bad[0][0]}, block {bad[0][1]}"
+            )
+        return payload
+
+    def _verdict(self, attempt: int, generation: Generation, outcome: _Outcome) -> bool:
+        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+            outcomes = [wire.unpack(_Outcome, payload) for payload in payloads]
+            mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
+            if mismatches:
+                raise StateMismatch(mismatches)
+            bad = [each.text for each in outcomes if each.kind == "bad"]
+            if bad:
+                self._refused[generation] = "; ".join(bad[:4])
+                _log.warning("generation %s refused: %s", generation, self._refused[generation])
+            else:
+                self._each_peer(
+                    lambda peer: peer.fence(self._cluster.run, self._timeline, generation)
+                )
+            return [b"" if bad else b"go"] * len(payloads)
+
+        tag = f"{self._tag}/{attempt}/verdict"
+        answer = self._meeting.decide(tag, wire.pack(outcome), lead, timeout_s=self._timeout_s)
+        return answer == b"go"
+
+    def _restored(self, order: Order, fetched: wire.Fetched | None, started_s: float) -> Restored:
+        assert order.header is not None
+        generation = order.header.shard.generation
+        return Restored(
+            step=generation.step,
+            timeline=order.timeline,
+            generation=generation,
+            source="home" if fetched is None else "peers",
+            seconds=time.monotonic() - started_s,
+            pulled_bytes=fetched.pulled_bytes if fetched else 0,
+            rebuilt_fragments=fetched.rebuilt_fragments if fetched else 0,
+            margin=order.margin,
+            rejected=order.rejected,
+            reprotection=SaveHandle(generation, generation.step),
+        )

@@ -1,0 +1,180 @@
+"""Restoring: a shard into a live state, in place, all of it or nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ecckpt.errors import UnsupportedState
+from ecckpt.state.fit import Fit, Phase
+from ecckpt.state.modules import fit_module
+from ecckpt.state.optimizers import fit_optimizer, is_optimizer_state
+from ecckpt.state.paths import Path
+from ecckpt.state.rng import RngState
+from ecckpt.state.shard import Shard
+from ecckpt.state.stored import (
+    CONTAINERS,
+    StoredObject,
+    StoredTensor,
+    is_stored,
+    replace_tensors,
+    stored_name,
+)
+from ecckpt.state.tree import Stateful, check_root, holds, is_live, is_stateful
+from ecckpt.state.values import kind_name
+
+Put = Callable[[Any], object]
+
+
+def check(state: dict[Any, Any], shard: Shard) -> None:
+    """Raise ``StateMismatch``, listing every path of ``state`` that ``shard`` does not fit.
+
+    Changes nothing.
+    """
+    _fit(state, shard).require()
+
+
+def load(state: dict[Any, Any], shard: Shard) -> None:
+    """Restore ``shard`` into ``state``, in place.
+
+    Tensors are filled, dicts and lists of values get new contents, objects are given their state;
+    whatever could refuse is checked before the first change (``StateMismatch``). Nothing restored
+    refers to the shard's buffer. An object whose own ``load_state_dict`` raises leaves the state
+    half restored, and its error is passed on.
+    """
+    _fit(state, shard).run()
+
+
+def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
+    check_root(state)
+    fit = Fit()
+    try:
+        _Walk(fit).node(state, shard.tree(), (), lambda _: None)
+    except UnsupportedState as error:
+        fit.problems.append(str(error))
+    return fit
+
+
+class _Walk:
+    """Goes down a live and a saved tree together; ``put`` replaces a value in its container."""
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+
+    def node(self, live: Any, stored: Any, path: Path, put: Put) -> None:
+        fit = self._fit
+        if isinstance(live, torch.Tensor):
+            fit.tensor(live, stored, path)
+        elif is_stateful(live):
+            state = stored.state if isinstance(stored, StoredObject) else stored
+            self._object(live, state, path)
+        elif holds(live, is_live) or holds(stored, is_stored):
+            saved = stored.state if isinstance(stored, StoredObject) else stored
+            if type(live) in CONTAINERS and isinstance(saved, _shape_of(live)):
+                self._container(live, saved, path, put)
+            else:
+                fit.problem(path, f"{stored_name(stored)} saved, {kind_name(live)} here")
+        else:
+            fit.later(Phase.TREE, lambda: put(_replaced(live, stored)))
+
+    def _container(self, live: Any, stored: Any, path: Path, put: Put) -> None:
+        if isinstance(live, dict):
+            self._fit.keys(live.keys(), stored.keys(), path)
+            for key in live:
+                if key in stored:
+                    self.node(live[key], stored[key], (*path, key), _setter(live, key))
+            return
+        if not self._fit.count(len(live), len(stored), "items", path):
+            return
+        items = live if isinstance(live, list) else list(live)
+        for index, item in enumerate(items):
+            self.node(item, stored[index], (*path, index), _setter(items, index))
+        if isinstance(live, tuple):
+            self._fit.later(Phase.TREE, lambda: put(_tuple_of(items, live)))
+
+    def _object(self, live: Stateful, stored: Any, path: Path) -> None:
+        if isinstance(live, nn.Module):
+            fit_module(live, stored, path, self._fit)
+        elif isinstance(live, Optimizer) and is_optimizer_state(stored):
+            fit_optimizer(live, stored, path, self._fit)
+        elif isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict:
+            self._fit.problem(path, "an optimizer here, but no optimizer's state saved")
+        else:
+            self._stateful(live, stored, path)
+
+    def _stateful(self, live: Stateful, stored: Any, path: Path) -> None:
+        """Any other object: its ``state_dict()`` is not called, for a loader it has side effects.
+
+        Only where DTensors were saved: nothing else tells their mesh.
+        """
+        sharded = holds(stored, _is_sharded)
+        template = live.state_dict() if sharded else None
+
+        def find(_: StoredTensor, at: Path) -> torch.Tensor | None:
+            return _find(template, at[len(path) :])
+
+        rebuild = self._fit.rebuild(stored, find, path)
+        check_state_dict = getattr(live, "check_state_dict", None)
+        if callable(check_state_dict):
+            # Copies, because views may be misaligned: torch crashes on a generator's state that is.
+            copies = replace_tensors(stored, lambda tensor, _: tensor.data.clone())
+            for problem in check_state_dict(copies):
+                self._fit.problem(path, problem)
+        phase = Phase.RNG if isinstance(live, RngState) else Phase.OBJECT
+        self._fit.later(phase, lambda: live.load_state_dict(rebuild()))
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, StoredTensor) and node.sharding is not None
+
+
+def _shape_of(live: Any) -> type:
+    return dict if isinstance(live, dict) else type(live)
+
+
+def _setter(container: Any, key: Any) -> Put:
+    def put(value: Any) -> None:
+        container[key] = value
+
+    return put
+
+
+def _tuple_of(items: list[Any], live: tuple[Any, ...]) -> tuple[Any, ...]:
+    same = all(new is old for new, old in zip(items, live, strict=True))
+    return live if same else tuple(items)
+
+
+def _replaced(live: Any, stored: Any) -> Any:
+    """``stored``, in the containers of ``live`` where they are of the same kind."""
+    if type(live) is not type(stored):
+        return stored
+    if type(live) in (dict, OrderedDict):
+        contents = [
+            (key, _replaced(live[key], value) if key in live else value)
+            for key, value in stored.items()
+        ]
+        live.clear()
+        live.update(contents)
+        return live
+    if type(live) is list:
+        kept = len(live)
+        live[:] = [
+            _replaced(live[index], value) if index < kept else value
+            for index, value in enumerate(stored)
+        ]
+        return live
+    return stored
+
+
+def _find(template: Any, path: Path) -> torch.Tensor | None:
+    for key in path:
+        try:
+            template = template[key]
+        except (LookupError, TypeError):
+            return None
+    return template if isinstance(template, torch.Tensor) else None

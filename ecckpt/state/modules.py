@@ -1,0 +1,66 @@
+"""Fitting a module: its own parameters and buffers are filled where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ecckpt.state.fit import Fit, Phase
+from ecckpt.state.paths import Path
+from ecckpt.state.sharding import is_dtensor, local_tensor
+from ecckpt.state.stored import StoredTensor, stored_name
+
+_EXTRA_STATE = "_extra_state"  # torch's own suffix, for what get_extra_state() returns
+
+
+def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
+    """Fit ``module``: the same keys, and tensors of the same form.
+
+    Tensors are filled in place, so parameters stay the objects that an optimizer knows. Only a
+    module that saves more than its own memory (extra state, copies made by a hook) is restored by
+    ``load_state_dict``.
+    """
+    if not isinstance(stored, dict):
+        fit.problem(path, f"a module here, {stored_name(stored)} saved")
+        return
+    live = module.state_dict()
+    same_keys = fit.keys(live.keys(), stored.keys(), path)
+    in_place = _is_own_memory(live, module)
+    tensors = fit if in_place else Fit()  # filling copies would restore nothing
+    for key, value in live.items():
+        if key in stored and isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
+            tensors.tensor(value, stored[key], (*path, key))
+    if in_place or not same_keys:
+        return
+    fit.problems += tensors.problems
+
+    def find(_: StoredTensor, at: Path) -> torch.Tensor | None:
+        value = live[at[len(path)]]
+        return value if isinstance(value, torch.Tensor) else None
+
+    rebuild = fit.rebuild(stored, find, path)
+
+    def load() -> None:
+        rebuilt = rebuild()
+        # The versions by which modules tell old states from new ones.
+        rebuilt._metadata = getattr(live, "_metadata", {})
+        module.load_state_dict(rebuilt)
+
+    fit.later(Phase.TREE, load)
+
+
+def _is_own_memory(live: dict[str, Any], module: nn.Module) -> bool:
+    owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return all(
+        isinstance(value, torch.Tensor)
+        and not key.endswith(_EXTRA_STATE)
+        and (not value.numel() or _storage(value) in owned)
+        for key, value in live.items()
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = local_tensor(tensor) if is_dtensor(tensor) else tensor  # type: ignore[arg-type]
+    return local.untyped_storage().data_ptr()

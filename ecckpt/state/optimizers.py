@@ -1,0 +1,97 @@
+"""Fitting an optimizer: what it has not made yet is made from the saved state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ecckpt.errors import UnsupportedState
+from ecckpt.state.fit import Fit, Phase
+from ecckpt.state.paths import Path
+from ecckpt.state.sharding import is_dtensor
+from ecckpt.state.stored import StoredTensor, fresh_tensor
+from ecckpt.state.tensors import part_of
+
+# Saved parameter numbers, and the live parameters they stand for.
+Params = dict[Any, torch.Tensor]
+
+
+def is_optimizer_state(stored: Any) -> bool:
+    """Whether ``stored`` has the form of torch's ``Optimizer.state_dict()``."""
+    return (
+        isinstance(stored, dict)
+        and isinstance(stored.get("state"), dict)
+        and isinstance(stored.get("param_groups"), list)
+        and all(
+            isinstance(group, dict) and isinstance(group.get("params"), list)
+            for group in stored["param_groups"]
+        )
+    )
+
+
+def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit: Fit) -> None:
+    """Fit ``optimizer``: as many groups and parameters, and state that goes with them.
+
+    It is restored by ``load_state_dict``, whether it has taken steps or is new. DTensors get the
+    mesh of their parameter; torch's cast of state to the dtype of the parameter is undone.
+    """
+    groups = stored["param_groups"]
+    if not fit.count(len(optimizer.param_groups), len(groups), "parameter groups", path):
+        return
+    params: Params = {}
+    for index, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        at = (*path, "param_groups", index)
+        fit.count(len(live["params"]), len(saved["params"]), "parameters", at)
+        params.update(zip(saved["params"], live["params"], strict=False))
+        # Flags that are off by default come and go with versions of torch; other options tell
+        # one kind of optimizer from another.
+        for option, default in optimizer.defaults.items():
+            if option not in saved and default is not None and default is not False:
+                fit.problem((*at, option), "an option of this optimizer that the saved one lacks")
+    for number, entry in stored["state"].items():
+        at = (*path, "state", number)
+        if type(number) is int and number not in params:
+            fit.problem(at, "saved for a parameter that this optimizer does not have")
+        elif number in params and isinstance(entry, dict):
+            _fit_entry(optimizer.state.get(params[number], {}), entry, at, fit)
+
+    def find(tensor: StoredTensor, at: Path) -> torch.Tensor | None:
+        # torch moves plain tensors to where it wants them; `step` may stay in CPU memory.
+        return params.get(at[len(path) + 1]) if tensor.sharding else None
+
+    rebuild = fit.rebuild(stored, find, path)
+
+    def load() -> None:
+        optimizer.load_state_dict(rebuild())
+        _undo_casts(optimizer, stored["state"], params)
+
+    fit.later(Phase.OPTIMIZER, load)
+
+
+def _fit_entry(live: dict[str, Any], stored: dict[str, Any], path: Path, fit: Fit) -> None:
+    for key, tensor in stored.items():
+        value = live.get(key)
+        if isinstance(tensor, StoredTensor) and isinstance(value, torch.Tensor):
+            try:
+                part = part_of(value, (*path, key), fit.shardings)
+            except UnsupportedState as error:
+                fit.problems.append(str(error))
+            else:
+                fit.same_form(value, part.local, tensor, (*path, key))
+
+
+def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params) -> None:
+    """``load_state_dict`` casts state to its parameter's dtype: bfloat16 for float32 moments."""
+    for number, entry in stored.items():
+        live = optimizer.state.get(params[number]) if number in params else None
+        if live is None or not isinstance(entry, dict):
+            continue
+        for key, tensor in entry.items():
+            value = live.get(key)
+            if not isinstance(tensor, StoredTensor) or not isinstance(value, torch.Tensor):
+                continue
+            if value.dtype != tensor.data.dtype:
+                like = params[number] if is_dtensor(value) else value
+                live[key] = fresh_tensor(tensor, like)

@@ -1,0 +1,145 @@
+"""Random number generators as one object of a state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ecckpt.errors import StateMismatch
+
+Generator = torch.Generator | np.random.Generator
+
+
+class RngState:
+    """The generators of Python, numpy and torch, every CUDA device, and any given by name.
+
+    ``generators`` are the training's own (a sampler's, an augmentation's). ``cuda=False`` leaves
+    the CUDA generators out of what is saved and of what is restored, for jobs that may restart with
+    another number of visible devices.
+    """
+
+    def __init__(
+        self, generators: Mapping[str, Generator] | None = None, *, cuda: bool = True
+    ) -> None:
+        self._generators = dict(generators or {})
+        self._cuda = cuda
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every generator's state, by part."""
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if self._has_cuda() else [],
+            "generators": {
+                name: _generator_state(generator) for name, generator in self._generators.items()
+            },
+        }
+
+    def check_state_dict(self, state: Any) -> list[str]:
+        """Why ``load_state_dict(state)`` would fail, part by part; changes no generator."""
+        if not isinstance(state, dict):
+            return ["no state of random number generators"]
+        problems = []
+        for part, try_out in _TRIALS.items():
+            if part not in state:
+                problems.append(f"no {part} part saved")
+            else:
+                problems += _failure(part, partial(try_out, state[part]))
+        if self._cuda:
+            problems += self._check_cuda(state.get("cuda"))
+        return problems + self._check_generators(state.get("generators"))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator; raises ``StateMismatch`` before the first if any part is unfit."""
+        problems = self.check_state_dict(state)
+        if problems:
+            raise StateMismatch(problems)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if self._has_cuda():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        for name, generator in self._generators.items():
+            _set_generator(generator, state["generators"][name])
+
+    def _has_cuda(self) -> bool:
+        return self._cuda and torch.cuda.is_available()
+
+    def _check_cuda(self, saved: Any) -> list[str]:
+        if not isinstance(saved, list):
+            return ["no cuda part saved"]
+        here = torch.cuda.device_count() if self._has_cuda() else 0
+        if len(saved) != here:
+            way_out = "RngState(cuda=False) leaves them out"
+            return [f"generators of {len(saved)} CUDA devices saved, {here} here ({way_out})"]
+        current = torch.cuda.get_rng_state_all() if here else []
+        return [
+            f"cuda: the state saved for device {index} is none of its generator"
+            for index, (one, other) in enumerate(zip(saved, current, strict=True))
+            if not _same_kind(one, other)
+        ]
+
+    def _check_generators(self, saved: Any) -> list[str]:
+        if not isinstance(saved, dict):
+            return ["no generators part saved"]
+        problems = [
+            f"generator {name!r} saved, but not here" for name in saved.keys() - self._generators
+        ]
+        for name, generator in self._generators.items():
+            if name not in saved:
+                problems.append(f"generator {name!r} was not saved")
+            else:
+                problems += _failure(
+                    f"generator {name!r}",
+                    partial(_try_generator, generator, saved[name]),
+                )
+        return problems
+
+
+def _generator_state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _set_generator(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _try_generator(generator: Generator, state: Any) -> None:
+    """Set a generator of the same kind, made for that."""
+    if isinstance(generator, torch.Generator):
+        if not _same_kind(state, generator.get_state()):
+            raise ValueError("a state of another kind")
+        torch.Generator(generator.device).set_state(state)
+    else:
+        type(generator.bit_generator)().state = state
+
+
+def _same_kind(one: Any, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
+def _failure(part: str, trial: Callable[[], object]) -> list[str]:
+    try:
+        trial()
+    except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
+        return [f"{part}: {error}"]
+    return []
+
+
+# Each sets a generator of its own, so that what is refused is refused before anything is set.
+_TRIALS: dict[str, Callable[[Any], object]] = {
+    "python": lambda state: random.Random().setstate(state),  # noqa: S311
+    "numpy": lambda state: np.random.RandomState().set_state(state),
+    "torch": lambda state: torch.Generator().set_state(state),
+}

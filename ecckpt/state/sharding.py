@@ -1,0 +1,110 @@
+"""Where a rank's local tensor sits in a global one: DTensor, taken apart and put together."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A rank's part of a global tensor.
+
+    ``coordinate`` is the rank's place in the mesh (None: outside of it) and ``offset`` where its
+    box begins in the global tensor (None where the part is no single box, or there is none).
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    placements: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    offset: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        placements = ", ".join(self.placements)
+        return (
+            f"[{placements}] of {list(self.shape)} at {self.coordinate} of mesh {self.mesh_shape}"
+        )
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether ``value`` is a DTensor, without importing what takes seconds to import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(value) is module.DTensor
+
+
+def local_tensor(value: DTensor) -> torch.Tensor:
+    """The local part of ``value``: the same memory, outside autograd."""
+    with torch.no_grad():
+        return value.to_local()
+
+
+class Shardings:
+    """``Sharding`` of DTensors; remembers them, since computing one costs tens of microseconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Sharding] = {}
+
+    def of(self, value: DTensor) -> Sharding:
+        """How ``value`` is sharded here."""
+        key = (value.device_mesh, value.placements, value.shape, value.stride())
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _sharding(value)
+        return known
+
+
+def has_partial(value: DTensor) -> bool:
+    """Whether ranks hold summands of ``value`` rather than parts of it."""
+    return any(placement.is_partial() for placement in value.placements)
+
+
+def rebuild_dtensor(local: torch.Tensor, sharding: Sharding, like: DTensor) -> DTensor:
+    """A DTensor on the mesh of ``like``, which must be sharded as ``sharding`` says."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size(sharding.shape),
+        stride=sharding.stride,
+    )
+
+
+def _sharding(value: DTensor) -> Sharding:
+    from torch.distributed.tensor._utils import (
+        compute_local_shape_and_global_offset,
+    )
+
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    offset = None
+    # A strided part (tensor parallel below FSDP) interleaves: no single box describes it.
+    boxed = not any("Strided" in type(placement).__name__ for placement in value.placements)
+    if coordinate is not None and boxed:
+        _, offset = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+    return Sharding(
+        shape=tuple(value.shape),
+        stride=tuple(value.stride()),
+        placements=tuple(map(_spell, value.placements)),
+        mesh_shape=tuple(mesh.shape),
+        coordinate=None if coordinate is None else tuple(coordinate),
+        offset=None if offset is None else tuple(map(int, offset)),
+    )
+
+
+def _spell(placement: Any) -> str:
+    """S(0), R, or S(0, 2) for a part strided by 2: the same text in every version of torch."""
+    if placement.is_replicate():
+        return "R"
+    split = getattr(placement, "split_factor", None)
+    return f"S({placement.dim})" if split is None else f"S({placement.dim}, {split})"

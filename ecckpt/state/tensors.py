@@ -1,0 +1,101 @@
+"""One tensor: whether it can be stored, what ties it to others, how it is filled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from ecckpt.errors import UnsupportedState
+from ecckpt.state.dtypes import STORED
+from ecckpt.state.paths import Path, describe
+from ecckpt.state.sharding import Sharding, Shardings, has_partial, is_dtensor, local_tensor
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor: memory of its own, and where that sits in a global tensor."""
+
+    local: torch.Tensor
+    sharding: Sharding | None
+
+
+def part_of(value: torch.Tensor, path: Path, shardings: Shardings) -> Part:
+    """The part of ``value`` that this rank stores; shares its memory.
+
+    Raises ``UnsupportedState`` for what has no plain memory, or none that safetensors can hold.
+    """
+    if type(value) in _PLAIN_TYPES:
+        local, sharding = value, None
+    elif is_dtensor(value):
+        if has_partial(value):  # type: ignore[arg-type]
+            _refuse(path, "a DTensor with Partial placement", "redistribute it to Shard first")
+        local, sharding = local_tensor(value), shardings.of(value)  # type: ignore[arg-type]
+        if type(local) not in _PLAIN_TYPES:
+            _refuse(path, f"a DTensor over a {type(local).__name__}", _TO_PLAIN)
+    else:
+        _refuse(path, f"a tensor of the class {type(value).__name__}", _TO_PLAIN)
+    if local.is_nested or local.layout is not torch.strided or local.is_meta:
+        kind, way_out = _unusual(local)
+        _refuse(path, kind, way_out)
+    if local.dtype not in STORED:
+        kind = "quantized tensor" if local.is_quantized else "tensor"
+        _refuse(path, f"a {kind} of dtype {local.dtype}", _TO_PLAIN)
+    return Part(local, sharding)
+
+
+def memory_key(part: Part) -> Any:
+    """Equal for two parts that are the same elements of the same memory; None: comparable to none.
+
+    Only while both are alive. Empty tensors share no memory, whatever their address.
+    """
+    local = part.local
+    if not local.numel() or not local.data_ptr():
+        return None
+    place = (local.device, local.data_ptr(), local.dtype)
+    return (*place, local.shape, local.stride(), local.is_conj(), local.is_neg(), part.sharding)
+
+
+def is_raw(local: torch.Tensor) -> bool:
+    """Whether the bytes in memory, from ``data_ptr()`` on, are the bytes to store."""
+    return local.is_cpu and local.is_contiguous() and not (local.is_conj() or local.is_neg())
+
+
+def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target``, of the same shape and dtype, on any device."""
+    with torch.no_grad():
+        written, read = collapse(target, source)
+        written.copy_(read)
+
+
+def collapse(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both without the dimensions along which ``target`` repeats one element (``expand``)."""
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    return target, source
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits (NaNs included)."""
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+_TO_PLAIN = "store the plain tensors that it is made of"
+
+
+def _unusual(local: torch.Tensor) -> tuple[str, str]:
+    if local.is_nested:
+        return "a nested tensor", "store its values and offsets"
+    if local.is_meta:
+        return "a meta tensor, which has no values", "materialize it first (to_empty)"
+    return f"a {local.layout} tensor", "store its indices and values, or to_dense()"
+
+
+def _refuse(path: Path, kind: str, hint: str) -> NoReturn:
+    raise UnsupportedState(describe(path), kind, hint=f"{hint}, or leave it out of the state")

@@ -1,0 +1,171 @@
+"""A cluster on this machine, for tests: real agents, real memory, real kills.
+
+    with LocalCluster(nodes=6) as cluster:
+        ckpt = ecckpt.Checkpointer(run="test", root=cluster.root("n0"), agents=cluster.addresses())
+        ...
+        cluster.kill("n3")
+
+Every node is an agent process with its own tmpfs folder and port. Nothing is left behind: no
+process, no socket, no file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ecckpt.agents import await_agent, local_client, start
+from ecckpt.client import AgentClient
+from ecckpt.config import NodeConfig
+from ecckpt.errors import InvalidConfig
+
+_TMPFS = Path("/dev/shm")  # noqa: S108  (that it is shared memory is the point)
+
+
+class LocalCluster:
+    """n agents as processes on this machine; use as a context manager.
+
+    Args:
+        nodes: how many; they are called n0, n1, ...
+        domains: a label per node; without, each node is its own domain.
+        folder: where the nodes' folders are made (default: a new one in /dev/shm). Folders that
+            are there already are adopted, as agents do after a kill.
+    """
+
+    def __init__(
+        self, nodes: int = 8, *, domains: Sequence[str] = (), folder: Path | None = None
+    ) -> None:
+        if nodes < 1 or (domains and len(domains) != nodes):
+            raise InvalidConfig(f"{nodes} nodes and {len(domains)} domains")
+        self.nodes = [f"n{index}" for index in range(nodes)]
+        self._domains = dict(zip(self.nodes, domains or self.nodes, strict=True))
+        self._given = folder
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._replaced = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # -- all of it --------------------------------------------------------------------------------
+
+    def start(self, only: Iterable[str] | None = None) -> None:
+        """Start the agents (or ``only`` those) and wait until they answer."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="ecckpt-cluster-", dir=_TMPFS))
+        atexit.register(self.stop)
+        self._launch(self.nodes if only is None else only)
+
+    def stop(self) -> None:
+        """Kill every agent and remove every folder."""
+        atexit.unregister(self.stop)
+        for node in list(self._processes):
+            self._end(node)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = self._given
+
+    # -- one node ---------------------------------------------------------------------------------
+
+    def kill(self, *nodes: str) -> None:
+        """Lose hosts: SIGKILL to their agents, and their memory is gone."""
+        for node in nodes:
+            self._end(node)
+            shutil.rmtree(self.root(node))
+
+    def restart(self, *nodes: str) -> None:
+        """SIGKILL the agents of nodes whose memory stays, and start them again."""
+        for node in nodes:
+            if node in self._processes:
+                self._end(node)
+        self._launch(nodes)
+
+    def replace(self, *nodes: str) -> list[str]:
+        """Put new, empty hosts in the places of lost ones; returns their names."""
+        fresh = []
+        for node in nodes:
+            if node in self._processes:
+                self.kill(node)
+            self._replaced += 1
+            name = f"{node}r{self._replaced}"
+            self.nodes[self.nodes.index(node)] = name
+            self._domains[name] = name if self._domains[node] == node else self._domains[node]
+            fresh.append(name)
+        self._launch(fresh)
+        return fresh
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def root(self, node: str) -> Path:
+        """The node's folder: what ``Checkpointer(root=)`` wants."""
+        assert self._folder is not None, "the cluster is not started"
+        return self._folder / node
+
+    def client(self, node: str) -> AgentClient:
+        """A client of the node's agent over its Unix socket."""
+        return local_client(self.root(node))
+
+    def addresses(self) -> list[str]:
+        """TCP addresses of the agents that run."""
+        return [self.client(node).node().address for node in self.nodes if node in self._processes]
+
+    def pid(self, node: str) -> int:
+        """Process id (and group) of the node's agent."""
+        return self._processes[node].pid
+
+    def _launch(self, nodes: Iterable[str]) -> None:
+        nodes = list(nodes)
+        for node in nodes:
+            config = NodeConfig(self.root(node), node, self._domains[node], "127.0.0.1:0", None)
+            self._processes[node] = start(config)
+        for node in nodes:
+            log = self.root(node) / "agent.log"
+            await_agent(self.client(node), log, process=self._processes[node])
+
+    def _end(self, node: str) -> None:
+        process = self._processes.pop(node)
+        workers = _children(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        await_end(workers)
+
+
+def await_end(pids: Iterable[int], *, timeout_s: float = 10.0) -> None:
+    """Wait until killed processes that are not our children have ended (reaped or not)."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:  # it has ended already
+        return []
+    return [int(child) for child in text.split()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "\nState:\tZ" not in status

@@ -1,0 +1,182 @@
+"""The memory tier: files in tmpfs, reserved up front, faulted in once, recycled for ever.
+
+A *region* is one file under ``<root>/regions``; its name never changes, what it is follows from
+its own superblock. Fresh pages cost several times a copy, so a region that is given up is kept
+for the next taker instead of being freed.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ecckpt.errors import MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.fragment import SUPERBLOCK_BYTES
+
+_MADV_POPULATE_WRITE = 23
+_ZEROS = bytes(1 << 20)
+_SLACK = 1.25
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """One file of the tier, mapped for as long as the object lives."""
+
+    path: Path
+    size_bytes: int
+    map: mmap.mmap
+    view: memoryview = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """The region's name for life."""
+        return self.path.stem
+
+
+class MemoryTier:
+    """All regions of one agent, by run.
+
+    Thread-safe. Regions in use and regions kept for recycling both count toward their run's
+    budget, so what a run occupies is bounded by its budget at every moment.
+    """
+
+    def __init__(self, root: Path, *, node: str) -> None:
+        self._node = node
+        self._folder = root / "regions"
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._used_bytes: dict[str, int] = defaultdict(int)
+        self._spare: dict[str, list[Region]] = defaultdict(list)
+
+    def default_budget_bytes(self) -> int:
+        """Half of the tmpfs: what a run may use unless told otherwise."""
+        stat = os.statvfs(self._folder)
+        return stat.f_frsize * stat.f_blocks // 2
+
+    def used_bytes(self, run: str) -> int:
+        """Bytes of the run's regions, spare ones included."""
+        with self._lock:
+            return self._used_bytes[run]
+
+    def allocate(self, run: str, size_bytes: int, *, budget_bytes: int, what: str) -> Region:
+        """A region of at least that size whose superblock is void; its other bytes are garbage.
+
+        Takes a spare region that fits, else makes one, giving spare ones back to the system where
+        the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
+        as before.
+        """
+        size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            region = self._take_spare(run, size_bytes)
+            if region is None:
+                self._make_room(run, size_bytes, budget_bytes, what)
+                self._used_bytes[run] += size_bytes
+        if region is None:
+            try:
+                region = self._create(size_bytes)
+            except BaseException:
+                with self._lock:
+                    self._used_bytes[run] -= size_bytes
+                raise
+        return region
+
+    def recycle(self, run: str, region: Region) -> None:
+        """Give a region up for the next taker. Nobody may write to it any more."""
+        void(region)
+        with self._lock:
+            self._spare[run].append(region)
+
+    def discard(self, run: str, region: Region) -> None:
+        """Give a region up for good: somebody may still have it mapped and write to it."""
+        region.path.unlink(missing_ok=True)
+        with self._lock:
+            self._used_bytes[run] -= region.size_bytes
+
+    def found(self) -> Iterator[Path]:
+        """Region files that lie in the tier's folder, known or not."""
+        return iter(sorted(self._folder.glob("*.region")))
+
+    def adopt(self, run: str, path: Path) -> Region:
+        """Take over a region that an earlier agent left."""
+        region = _map(path, path.stat().st_size)
+        with self._lock:
+            self._used_bytes[run] += region.size_bytes
+        return region
+
+    def _take_spare(self, run: str, size_bytes: int) -> Region | None:
+        spare = self._spare[run]
+        limit_bytes = size_bytes * _SLACK + (1 << 20)
+        fitting = [region for region in spare if size_bytes <= region.size_bytes <= limit_bytes]
+        if not fitting:
+            return None
+        region = min(fitting, key=lambda each: each.size_bytes)
+        spare.remove(region)
+        return region
+
+    def _make_room(self, run: str, size_bytes: int, budget_bytes: int, what: str) -> None:
+        spare = self._spare[run]
+        spare_bytes = sum(region.size_bytes for region in spare)
+        used_bytes = self._used_bytes[run]
+        if used_bytes - spare_bytes + size_bytes > budget_bytes:
+            need_bytes = used_bytes - spare_bytes + size_bytes
+            raise MemoryBudgetTooSmall(
+                self._node, need_bytes=need_bytes, have_bytes=budget_bytes, what=what
+            )
+        while self._used_bytes[run] + size_bytes > budget_bytes:
+            region = spare.pop(0)
+            region.path.unlink(missing_ok=True)
+            self._used_bytes[run] -= region.size_bytes
+
+    def _create(self, size_bytes: int) -> Region:
+        stat = os.statvfs(self._folder)
+        if stat.f_blocks and stat.f_frsize * stat.f_bavail < size_bytes:
+            raise TmpfsFull(
+                str(self._folder),
+                need_bytes=size_bytes,
+                free_bytes=stat.f_frsize * stat.f_bavail,
+            )
+        path = self._folder / f"{secrets.token_hex(8)}.region"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # ftruncate would succeed past the tmpfs limit, and the first write would be a SIGBUS.
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        except OSError as error:
+            path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            free_bytes = stat.f_frsize * os.statvfs(self._folder).f_bavail
+            raise TmpfsFull(
+                str(self._folder), need_bytes=size_bytes, free_bytes=free_bytes
+            ) from error
+        finally:
+            os.close(descriptor)
+        region = _map(path, size_bytes)
+        _fault_in(region)
+        return region
+
+
+def void(region: Region) -> None:
+    """Make the region anonymous: no reader takes it for what it was."""
+    region.view[:SUPERBLOCK_BYTES] = bytes(SUPERBLOCK_BYTES)
+
+
+def _map(path: Path, size_bytes: int) -> Region:
+    with path.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), size_bytes)
+    return Region(path, size_bytes, mapped, memoryview(mapped))
+
+
+def _fault_in(region: Region) -> None:
+    try:
+        region.map.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # before Linux 5.14: writing does the same, slower
+        for start in range(0, region.size_bytes, len(_ZEROS)):
+            stop = min(start + len(_ZEROS), region.size_bytes)
+            region.view[start:stop] = _ZEROS[: stop - start]

@@ -1,0 +1,165 @@
+"""HTTP/1.1 as the pull transport: bounded requests, and ranges read straight into mapped memory.
+
+An address is ``host:port`` or ``unix:/path``. Every call has one deadline for all of it; a peer
+that answers a byte at a time is cut off like one that does not answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from typing import Any
+
+from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused
+
+_IDLE_TIMEOUT_S = 10.0
+_READ_BYTES = 8 << 20
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class _TcpConnection(http.client.HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        # A host that vanished never resets: unacknowledged bytes end the connection instead.
+        self.sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _IDLE_TIMEOUT_S)
+        )
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` (``[v6]:port`` too) as a pair; ``InvalidConfig`` for anything else."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidConfig(f"{address!r} is no address", hint="host:port, such as 10.0.0.7:7420")
+    return host.strip("[]"), int(port)
+
+
+def _connection(address: str, timeout_s: float) -> http.client.HTTPConnection:
+    if address.startswith("unix:"):
+        return _UnixConnection(address.removeprefix("unix:"), timeout_s)
+    host, port = split_address(address)
+    return _TcpConnection(host, port, timeout=timeout_s)
+
+
+class Exchange:
+    """One request to one agent, as a context manager that maps foreign errors and closes."""
+
+    def __init__(self, address: str, *, token: str, timeout_s: float) -> None:
+        self.address = address
+        self.deadline_s = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._token = token
+        self._connection = _connection(address, min(timeout_s, _IDLE_TIMEOUT_S))
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._connection.close()
+        if isinstance(error, TimeoutError):
+            raise AgentUnreachable(
+                self.address, f"no answer within {self._timeout_s:g} s"
+            ) from error
+        if isinstance(error, (OSError, http.client.HTTPException)) and not isinstance(
+            error, AgentUnreachable
+        ):
+            raise AgentUnreachable(self.address, str(error) or type(error).__name__) from error
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> http.client.HTTPResponse:
+        """Send the request; ``span`` is a byte range [start, stop)."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if span:
+            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+        self._connection.request(method, path, body=body, headers=headers)
+        self._patience(whole=True)
+        return self._connection.getresponse()
+
+    def read_into(self, response: http.client.HTTPResponse, target: memoryview) -> None:
+        """Fill ``target`` from the body, one receive at a time so that the deadline holds."""
+        done = 0
+        while done < len(target):
+            self._patience()
+            count = response.fp.readinto1(target[done : done + _READ_BYTES])
+            if not count:
+                raise CorruptFragment(
+                    f"{self.address}: body ended after {done} of {len(target)} bytes"
+                )
+            done += count
+
+    def _patience(self, *, whole: bool = False) -> None:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(left_s if whole else min(left_s, _IDLE_TIMEOUT_S))
+
+
+def request(
+    address: str,
+    method: str,
+    path: str,
+    *,
+    body: bytes | None = None,
+    token: str = "",
+    timeout_s: float,
+    limit_bytes: int,
+) -> tuple[int, bytes]:
+    """Status and body of one small request.
+
+    Raises ``AgentUnreachable`` when there is no answer in time, ``RequestRefused`` when the
+    answer is larger than ``limit_bytes``.
+    """
+    with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
+        response = exchange.send(method, path, body=body)
+        length = int(response.headers.get("Content-Length") or 0)
+        if length > limit_bytes:
+            raise RequestRefused(
+                address, response.status, f"answer of {length} bytes, limit {limit_bytes}"
+            )
+        content = bytearray(length)
+        exchange.read_into(response, memoryview(content))
+        return response.status, bytes(content)
+
+
+def pull(
+    address: str,
+    path: str,
+    target: memoryview,
+    *,
+    offset: int = 0,
+    token: str = "",
+    timeout_s: float,
+) -> None:
+    """Fill ``target`` with the bytes of ``path`` from ``offset`` on, straight from the socket.
+
+    ``target`` stays the caller's; on any error its content is undefined. Raises
+    ``AgentUnreachable``, ``RequestRefused`` (not there, or another length) and
+    ``CorruptFragment`` (the body ended early).
+    """
+    with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
+        response = exchange.send("GET", path, span=(offset, offset + len(target)))
+        length = int(response.headers.get("Content-Length") or -1)
+        if response.status not in (200, 206) or length != len(target):
+            raise RequestRefused(
+                address, response.status, f"GET {path}: {length} bytes for {len(target)} wanted"
+            )
+        exchange.read_into(response, target)

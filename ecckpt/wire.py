@@ -1,0 +1,305 @@
+"""Control messages and their bytes: small msgpack maps, checked field by field. Pure.
+
+A message is a frozen dataclass; its fields say what may be on the wire. ``unpack`` takes nothing
+else: a missing, unknown or wrongly typed field is an ``InvalidMessage``.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin
+
+import msgpack
+
+from ecckpt.errors import CorruptFragment, InvalidMessage
+from ecckpt.fragment import Header
+from ecckpt.generation import Generation, ShardId
+
+PROTOCOL_VERSION = 1
+MESSAGE_LIMIT_BYTES = 64 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Who an agent is. ``instance`` is new whenever the agent's memory is."""
+
+    node: str
+    instance: str
+    domain: str
+    address: str
+    root: str
+    protocol_version: int
+    format_version: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not done: the error's class name, its text and its whole numbers."""
+
+    error: str
+    message: str
+    facts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """A trainer wants a slot for the shard that ``header`` describes.
+
+    ``memory_bytes`` is the run's budget on this node (0: the agent's default), ``local_ranks`` how
+    many ranks will ask for a slot of this kind, ``holders`` how many peers will keep a fragment of
+    it; ``discard`` names generations this rank gave up.
+    """
+
+    header: Header
+    memory_bytes: int
+    local_ranks: int
+    holders: int
+    discard: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A reserved file: map ``path``, the shard belongs at ``payload_offset``.
+
+    ``region`` names the file for life: a mapping made once stays good for it.
+    """
+
+    path: str
+    region: str
+    file_bytes: int
+    payload_offset: int
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A node that shall hold one fragment."""
+
+    index: int
+    node: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Protect:
+    """Encode the staged shard (or take the sealed home copy) and have the targets hold it.
+
+    ``writer`` is the timeline of whoever asks: what fencing goes by, since a restarted run also
+    protects the older generation that it came back with.
+    """
+
+    shard: ShardId
+    writer: int
+    targets: tuple[Target, ...]
+    min_fragments: int
+    memory_bytes: int
+    timeout_s: float
+    discard: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Ask how far a shard is; the answer may take up to ``wait_s`` unless there is news."""
+
+    shard: ShardId
+    known_state: str
+    known_committed: bool
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a shard is.
+
+    ``state``: staging, encoding, scattering, protected or failed. ``held`` fragments are verified
+    at their holders; ``problems`` says what went wrong with the others.
+    """
+
+    state: str
+    held: int
+    problems: tuple[str, ...]
+    committed: bool
+    encode_s: float
+    protected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Please hold this fragment: pull it from ``source`` and verify it against ``table``."""
+
+    header: Header
+    writer: int
+    table: bytes
+    source: str
+    memory_bytes: int
+    timeout_s: float
+    discard: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The answer to ``Hold``, when the work is done: ``problem`` is empty on success."""
+
+    shard: ShardId
+    index: int
+    node: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every shard of this generation reached its redundancy; older ones may go."""
+
+    run: str
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Refuse all writers of older timelines from now on.
+
+    ``restored`` is the generation the new timeline continues, once that is known.
+    """
+
+    run: str
+    timeline: int
+    restored: Generation | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where one fragment can be pulled from."""
+
+    index: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the shard into a slot on this node, from whatever sources are left."""
+
+    header: Header
+    writer: int
+    sources: tuple[Sources, ...]
+    memory_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A slot with the verified shard in it, and where the bytes came from."""
+
+    slot: Slot
+    pulled_bytes: int
+    rebuilt_fragments: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The empty answer."""
+
+
+def pack(message: Any) -> bytes:
+    """The bytes of a message (any dataclass of this module)."""
+    return typing.cast(bytes, msgpack.packb(_plain(message)))
+
+
+def unpack(kind: type[T], body: bytes) -> T:
+    """The message of that kind in ``body``; ``InvalidMessage`` if it is none."""
+    if len(body) > MESSAGE_LIMIT_BYTES:
+        raise InvalidMessage(f"message of {len(body)} bytes, limit {MESSAGE_LIMIT_BYTES}")
+    try:
+        plain = msgpack.unpackb(body, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidMessage(f"{kind.__name__}: not msgpack: {error}") from error
+    return typing.cast(T, _typed(kind, plain, kind.__name__))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Header):
+        return value.to_wire()
+    if isinstance(value, Generation):
+        return str(value)
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as the annotated ``kind``, or ``InvalidMessage``."""
+    reader = _READERS.get(kind) or _READERS.get(get_origin(kind))
+    if reader is None and is_dataclass(kind):
+        reader = _message
+    return (reader or _scalar)(kind, value, where)
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    return _expect(kind, value, where)
+
+
+def _expect(kind: type[T], value: Any, where: str) -> T:
+    if type(value) is not kind:
+        raise InvalidMessage(f"{where}: {type(value).__name__} where {kind.__name__} belongs")
+    return value
+
+
+def _header(kind: Any, value: Any, where: str) -> Header:
+    try:
+        return Header.from_wire(value, where)
+    except CorruptFragment as error:
+        raise InvalidMessage(str(error)) from error
+
+
+def _generation(kind: Any, value: Any, where: str) -> Generation:
+    return Generation.parse(_expect(str, value, where))
+
+
+def _list(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    inner = get_args(kind)[0]
+    return tuple(_typed(inner, item, where) for item in _expect(list, value, where))
+
+
+def _map(kind: Any, value: Any, where: str) -> dict[Any, Any]:
+    key_kind, item_kind = get_args(kind)
+    return {
+        _typed(key_kind, key, where): _typed(item_kind, item, where)
+        for key, item in _expect(dict, value, where).items()
+    }
+
+
+def _optional(kind: Any, value: Any, where: str) -> Any:
+    return None if value is None else _typed(get_args(kind)[0], value, where)
+
+
+_READERS: dict[Any, Any] = {
+    Header: _header,
+    Generation: _generation,
+    tuple: _list,
+    collections.abc.Mapping: _map,
+    types.UnionType: _optional,
+}
+
+
+def _message(kind: Any, value: Any, where: str) -> Any:
+    value = _expect(dict, value, where)
+    hints = typing.get_type_hints(kind)
+    if value.keys() != hints.keys():
+        odd = sorted(map(str, value.keys() ^ hints.keys()))
+        raise InvalidMessage(f"{where}: missing or unknown fields: {', '.join(odd[:8])}")
+    return kind(
+        **{name: _typed(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
+    )

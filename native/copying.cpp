@@ -1,0 +1,69 @@
+#include "copying.h"
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace ecckpt {
+namespace {
+
+// From this total on, targets go past the caches, even when each range is small: they would push
+// each other out, and every cached store would first read the line that it overwrites.
+constexpr std::size_t streaming_total_bytes = std::size_t{4} << 20;
+
+// Starting a thread costs as much as copying about this much.
+constexpr std::size_t least_share_bytes = std::size_t{1} << 20;
+
+using Copy = void (*)(const std::uint8_t *, std::uint8_t *, std::size_t);
+
+void copy_cached(const std::uint8_t *source, std::uint8_t *target, std::size_t length) {
+    if (length > 0) std::memcpy(target, source, length);
+}
+
+// Copies the bytes `begin` .. `end` of all ranges laid end to end.
+void copy_share(Copy copy, const Range *ranges, std::size_t begin, std::size_t end) {
+    for (std::size_t at = 0; at < end; ++ranges) {
+        const auto length = static_cast<std::size_t>(ranges->length);
+        const std::size_t skipped = begin > at ? std::min(begin - at, length) : 0;
+        const std::size_t stop = std::min(end - at, length);
+        if (stop > skipped)
+            copy(reinterpret_cast<const std::uint8_t *>(ranges->source_address) + skipped,
+                 reinterpret_cast<std::uint8_t *>(ranges->target_address) + skipped,
+                 stop - skipped);
+        at += length;
+    }
+    fence_streaming_stores();
+}
+
+}  // namespace
+
+void copy_ranges(const Engine &engine, const Range *ranges, std::size_t count,
+                 std::size_t threads) {
+    std::size_t total = 0;
+    for (std::size_t row = 0; row < count; ++row)
+        total += static_cast<std::size_t>(ranges[row].length);
+    const Copy copy = total >= streaming_total_bytes ? engine.copy : copy_cached;
+    const std::size_t shares =
+        std::max<std::size_t>(std::min(threads, total / least_share_bytes), 1);
+    // Whole pages, so that no two threads write the same cache line of a page-aligned range.
+    const std::size_t share = (total / shares + 4095) / 4096 * 4096;
+
+    std::vector<std::thread> helpers;
+    helpers.reserve(shares - 1);
+    std::size_t begin = 0;
+    try {
+        while (helpers.size() + 1 < shares && begin < total) {
+            const std::size_t end = std::min(begin + share, total);
+            helpers.emplace_back(copy_share, copy, ranges, begin, end);
+            begin = end;
+        }
+    } catch (const std::system_error &) {
+        // No more threads to be had: this one does the rest.
+    }
+    copy_share(copy, ranges, begin, total);
+    for (std::thread &helper : helpers) helper.join();
+}
+
+}  // namespace ecckpt
