@@ -14,8 +14,8 @@ from ecckpt.errors import EcckptError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parsed = _parser().parse_args(arguments)
     try:
+        parsed = _parser().parse_args(arguments)
         status: int = parsed.act(parsed)
     except EcckptError as error:
         print(f"ecckpt: {type(error).__name__}: {error}", file=sys.stderr)

@@ -35,7 +35,7 @@ def revive(name: str, message: str, numbers: Mapping[str, int]) -> EcckptError |
     Exception.__init__(error, message)
     error.hint = ""
     for attribute, value in numbers.items():
-        if attribute.isidentifier() and not attribute.startswith("_"):
+        if attribute.isidentifier() and not hasattr(error, attribute):
             setattr(error, attribute, value)
     return error
 

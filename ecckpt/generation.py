@@ -9,7 +9,7 @@ from typing import Self
 from ecckpt.errors import InvalidConfig, InvalidMessage
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_GENERATION = re.compile(r"(\d{1,18})\.(\d{1,18})\.([0-9a-f]{16})")
+_GENERATION = re.compile(r"(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 
 def check_name(what: str, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from ecckpt import wire
 from ecckpt.agents import check_reachable, find_or_start, local_client
 from ecckpt.client import AgentClient
 from ecckpt.config import ClusterConfig, NodeConfig
-from ecckpt.errors import DuplicateNode, InvalidConfig
+from ecckpt.errors import AgentUnreachable, DuplicateNode, EcckptError, InvalidConfig
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.rendezvous import Meeting
 from ecckpt.restoring import Cluster
@@ -23,9 +23,10 @@ _JOIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """What a rank tells the others: its agent and its configuration."""
+    """What a rank tells the others: its agent, or why it has none, and its configuration."""
 
-    info: wire.NodeInfo
+    info: wire.NodeInfo | None
+    problem: str
     fingerprint: str
 
 
@@ -53,8 +54,14 @@ def join(
     another version, and for a code that needs more nodes.
     """
     token = node.token()
-    info = find_or_start(node)
-    roster = _meet(meeting, config, info, agents=agents, token=token)
+    info, problem = None, ""
+    try:
+        info = find_or_start(node)
+    except EcckptError as error:
+        problem = str(error)  # the others must hear of it rather than wait
+    member = _Member(info, problem, config.fingerprint())
+    roster = _meet(meeting, config, member, agents=agents, token=token)
+    assert info is not None, "a rank without an agent has failed the meeting"
     code = parse_code(config.code, len(roster.nodes))
     placement = plan_placement([Node(each.node, each.domain) for each in roster.nodes], code)
     if meeting.rank == 0:
@@ -77,7 +84,7 @@ def join(
 def _meet(
     meeting: Meeting,
     config: ClusterConfig,
-    info: wire.NodeInfo,
+    member: _Member,
     *,
     agents: Sequence[str],
     token: str,
@@ -85,27 +92,28 @@ def _meet(
     def lead(payloads: list[bytes]) -> Sequence[bytes]:
         members = [wire.unpack(_Member, payload) for payload in payloads]
         _check_alike(members)
+        homes = [member.info for member in members if member.info is not None]
         extra = [AgentClient(address, token).node() for address in agents]
-        nodes = _distinct([member.info for member in members] + extra)
+        nodes = _distinct(homes + extra)
         check_reachable(nodes, token)
         # Fails here, on all ranks with the same words, rather than on each by itself.
         parse_code(config.code, len(nodes))
-        ranks: dict[str, int] = defaultdict(int)
-        for member in members:
-            ranks[member.info.node] += 1
-        homes = tuple(member.info.node for member in members)
+        names = tuple(home.node for home in homes)
+        ranks = Counter(names)
         return [
-            wire.pack(_Roster(tuple(nodes), ranks[home], homes if rank == 0 else ()))
-            for rank, home in enumerate(homes)
+            wire.pack(_Roster(tuple(nodes), ranks[name], names if rank == 0 else ()))
+            for rank, name in enumerate(names)
         ]
 
-    payload = wire.pack(_Member(info, config.fingerprint()))
+    payload = wire.pack(member)
     return wire.unpack(_Roster, meeting.decide("join", payload, lead, timeout_s=_JOIN_TIMEOUT_S))
 
 
 def _check_alike(members: Sequence[_Member]) -> None:
     first = members[0].fingerprint
     for rank, member in enumerate(members):
+        if member.info is None:
+            raise AgentUnreachable(f"of rank {rank}", member.problem)
         if member.fingerprint != first:
             raise InvalidConfig(
                 f"rank {rank} is configured differently: {member.fingerprint}, rank 0: {first}"

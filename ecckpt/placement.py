@@ -7,6 +7,7 @@ Cidon et al., USENIX ATC 2013).
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from ecckpt.errors import DuplicateNode, InvalidCode, TooFewNodes
 
 CodeSpec = str | tuple[int, int]
+
+_SPELLING = re.compile(r"\s*([0-9]{1,9})\s*\+\s*([0-9]{1,9})\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +74,7 @@ def parse_code(spec: CodeSpec, node_count: int) -> Code:
     """
     if spec == "auto":
         return _auto_code(node_count)
-    if isinstance(spec, str):
-        parts: Sequence[object] = spec.split("+")
-        if not all(isinstance(part, str) and part.strip().isdecimal() for part in parts):
-            parts = ()
-        parts = [int(str(part)) for part in parts]
-    else:
-        parts = tuple(spec)
-    if len(parts) != 2 or not all(type(part) is int for part in parts):
-        raise InvalidCode(f"code {spec!r} is not understood", hint='"auto", "8+2" or (8, 2)')
-    k, m = int(str(parts[0])), int(str(parts[1]))
+    k, m = _numbers(spec)
     if k < 1 or m < 0 or k + m > 256:
         raise InvalidCode(
             f"code {spec!r}: k={k} and m={m} cannot be used", hint="k >= 1, m >= 0, k + m <= 256"
@@ -88,6 +82,18 @@ def parse_code(spec: CodeSpec, node_count: int) -> Code:
     if node_count < k + m + 1:
         raise TooFewNodes(have=node_count, need=k + m + 1, code=f"RS({k}, {m})")
     return Code(k, m, holders=k + m)
+
+
+def _numbers(spec: object) -> tuple[int, int]:
+    parts: Sequence[object] = ()
+    if isinstance(spec, str) and (spelled := _SPELLING.fullmatch(spec)):
+        parts = [int(part) for part in spelled.groups()]
+    elif isinstance(spec, (tuple, list)):
+        parts = spec
+    match parts:
+        case [int(k), int(m)] if not isinstance(k, bool) and not isinstance(m, bool):
+            return k, m
+    raise InvalidCode(f"code {spec!r} is not understood", hint='"auto", "8+2" or (8, 2)')
 
 
 def _auto_code(node_count: int) -> Code:
@@ -159,14 +165,13 @@ def plan_repair(
     finds no node is left out: two fragments on one node would not add a node's worth of margin.
     """
     taken = {node for at in present.values() for node in at} | {home}
-    free = [node for node in (*holders, *sorted(nodes)) if node not in taken]
-    plan: dict[int, str] = {}
-    for index in range(indices):
-        if present.get(index):
-            continue
-        regular = holders[index] if index < len(holders) else ""
-        node = regular if regular in free else next(iter(free), "")
-        if node:
-            plan[index] = node
-            free = [other for other in free if other != node]
-    return plan
+    missing = [index for index in range(indices) if not present.get(index)]
+    plan = {
+        index: holders[index]
+        for index in missing
+        if index < len(holders) and holders[index] not in taken
+    }
+    taken.update(plan.values())
+    free = [node for node in dict.fromkeys((*holders, *sorted(nodes))) if node not in taken]
+    strays = [index for index in missing if index not in plan]
+    return plan | dict(zip(strays, free, strict=False))

@@ -185,15 +185,19 @@ def _shard(rank: int, nodes: Mapping[str, list[Header]]) -> ShardReport:
 
 
 def _margin(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
-    """Node losses survived in the worst order: all homes first, then the fullest holders."""
-    if not homes and len(fragments) < k:
-        return -1
+    """Node losses that the shard survives, whichever nodes they are; never too many.
+
+    All homes must go first. Then so many fragments that k - 1 are left, those with the fewest
+    copies; a node takes along no more copies than it holds. Exact while no fragment has copies.
+    """
     lost = set(homes)
-    left = {index: set(at) - lost for index, at in fragments.items()}
+    left = [nodes for at in fragments.values() if (nodes := set(at) - lost)]
+    copies = sorted(len(nodes) for nodes in left)
+    must_go = sum(copies[: max(0, len(copies) - k + 1)])
     removed = len(lost)
-    while sum(1 for at in left.values() if at) >= k:
-        load = Counter(node for at in left.values() for node in at)
-        worst = max(load, key=lambda node: (load[node], node))
-        left = {index: at - {worst} for index, at in left.items()}
+    for load in sorted(Counter(node for nodes in left for node in nodes).values(), reverse=True):
+        if must_go <= 0:
+            break
+        must_go -= load
         removed += 1
     return removed - 1

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _NONCE_BYTES = 8
 _SESSION_TIMEOUT_S = 60.0
+_GRACE_S = 5.0
 
 Decide = Callable[[list[bytes]], Sequence[bytes]]
 
@@ -47,6 +48,12 @@ class Meeting(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; returns the new value. Safe from any thread."""
 
+    def subtract_unless(self, key: str, amount: int, *, value: int) -> bool:
+        """Subtract from a counter unless it is at ``value``, in one step; False if it is.
+
+        Safe from any thread.
+        """
+
 
 class Alone:
     """The meeting of a single process."""
@@ -67,6 +74,14 @@ class Alone:
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + amount
             return self._counters[key]
+
+    def subtract_unless(self, key: str, amount: int, *, value: int) -> bool:
+        """Count locally."""
+        with self._lock:
+            count = self._counters.get(key, 0)
+            if count != value:
+                self._counters[key] = count - amount
+            return count != value
 
 
 @dataclass
@@ -98,6 +113,8 @@ class StoreMeeting:
         self._mine.set(f"{tag}/in/{self.rank}", b"." + payload)  # type: ignore[arg-type]
         if self.rank == 0:
             self._lead(tag, decide, deadline_s, timeout_s)
+        # Rank 0 gives up at its deadline, and then needs a moment to say who was late.
+        deadline_s += min(_GRACE_S, timeout_s)
         answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
         return _open_answer(answer)
 
@@ -106,17 +123,31 @@ class StoreMeeting:
         with self._lock:
             return int(self._counting.add(key, amount))
 
+    def subtract_unless(self, key: str, amount: int, *, value: int) -> bool:
+        """See ``Meeting.subtract_unless``."""
+        with self._lock:
+            while (count := int(self._counting.add(key, 0))) != value:
+                left = str(count - amount)
+                if self._counting.compare_set(key, str(count), left) == left.encode():
+                    return True
+        return False
+
     def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:
         ranks = range(self.world_size)
         keys = [f"{tag}/in/{rank}" for rank in ranks]
+        answers: list[bytes] = []
         try:
             payloads = self._read(tag, keys, deadline_s, timeout_s, ranks=list(ranks))
             answers = [b"+" + answer for answer in decide([each[1:] for each in payloads])]
-        except EcckptError as error:
-            fields = [type(error).__name__, str(error), facts(error)]
+        except Exception as error:
+            numbers = facts(error) if isinstance(error, EcckptError) else {}
+            fields = [type(error).__name__, f"{error}", numbers]
             answers = [b"-" + msgpack.packb(fields)] * self.world_size
-        for rank, answer in zip(ranks, answers, strict=True):
-            self._mine.set(f"{tag}/out/{rank}", answer)  # type: ignore[arg-type]
+            if not isinstance(error, EcckptError):
+                raise  # here with its traceback; the others learn its name
+        finally:
+            for rank, answer in enumerate(answers):
+                self._mine.set(f"{tag}/out/{rank}", answer)  # type: ignore[arg-type]
 
     def _read(
         self, tag: str, keys: list[str], deadline_s: float, timeout_s: float, *, ranks: list[int]
@@ -177,4 +208,4 @@ def _open_answer(answer: bytes) -> bytes:
     if answer[:1] == b"+":
         return answer[1:]
     name, message, numbers = msgpack.unpackb(answer[1:])
-    raise revive(name, message, numbers) or EcckptError(message)
+    raise revive(name, message, numbers) or EcckptError(f"rank 0: {name}: {message}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,10 +101,16 @@ class Restorer:
     ) -> None:
         self._meeting = meeting
         self._cluster = cluster
+        # A peer that hangs may use up part of a step's time, not all of it.
+        patience_s = min(10.0, timeout_s / 4)
+        self._peers = {
+            node: replace(peer, timeout_s=patience_s) for node, peer in cluster.peers.items()
+        }
         self._slots = slots
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
         self._refused: dict[Generation, str] = {}
+        self._silent: dict[str, str] = {}
         self._timeline = 0
 
     def run(
@@ -139,9 +145,10 @@ class Restorer:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
-            inventories, silent = self._inventories()
-            plan = plan_recovery(self._cluster.run, inventories, step=step, refused=self._refused)
-            return [wire.pack(order) for order in self._orders(plan, silent)]
+            plan = plan_recovery(
+                self._cluster.run, self._inventories(), step=step, refused=self._refused
+            )
+            return [wire.pack(order) for order in self._orders(plan)]
 
         answer = self._meeting.decide(
             f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
@@ -150,37 +157,37 @@ class Restorer:
 
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
-        inventories, _ = self._inventories()
-        timeline = plan_recovery(self._cluster.run, inventories).newest_timeline + 1
+        found = plan_recovery(self._cluster.run, self._inventories())
+        timeline = found.newest_timeline + 1
         self._each_peer(lambda peer: peer.fence(self._cluster.run, timeline))
         return timeline
 
-    def _inventories(self) -> tuple[list[Inventory], dict[str, str]]:
+    def _inventories(self) -> list[Inventory]:
         return self._each_peer(lambda peer: peer.inventory(self._cluster.run))
 
-    def _each_peer(self, ask: Any) -> tuple[list[Any], dict[str, str]]:
-        """Answers of all agents, and for those that did not answer, why."""
+    def _each_peer(self, ask: Callable[[AgentClient], Any]) -> list[Any]:
+        """Answers of all agents; one that does not answer is not asked again in this restore."""
         answers: list[Any] = []
-        silent: dict[str, str] = {}
-        peers = self._cluster.peers
-        with ThreadPoolExecutor(min(32, len(peers)), thread_name_prefix="ask") as pool:
+        peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
+        with ThreadPoolExecutor(32, thread_name_prefix="ask") as pool:
             futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
             for node, future in futures.items():
                 try:
                     answers.append(future.result())
                 except (EcckptError, OSError) as error:
-                    silent[f"node {node}"] = str(error)
+                    self._silent[node] = str(error)
                     _log.warning("node %s: %s", node, error)
-        return answers, silent
+        return answers
 
-    def _orders(self, plan: RecoveryPlan, silent: Mapping[str, str]) -> list[Order]:
+    def _orders(self, plan: RecoveryPlan) -> list[Order]:
         world_size = self._meeting.world_size
         rejected = {
             name: next((why for each, why in self._refused.items() if str(each) == name), why)
             for name, why in plan.rejected().items()
         }
         if plan.chosen is None:
-            rejected |= silent if rejected else {}
+            if rejected:
+                rejected |= {f"node {node}": why for node, why in self._silent.items()}
             nothing = Order(self._timeline, None, False, (), (), -1, rejected)
             return [nothing] * world_size
         if plan.chosen.world_size != world_size:
@@ -253,13 +260,14 @@ class Restorer:
 
     def _fetch(self, order: Order) -> wire.Fetched:
         assert order.header is not None
-        return self._cluster.agent.fetch(
+        agent = replace(self._cluster.agent, timeout_s=0.1 * self._timeout_s)
+        return agent.fetch(
             wire.Fetch(
                 header=order.header,
                 writer=order.timeline,
                 sources=order.sources,
                 memory_bytes=self._cluster.memory_bytes,
-                timeout_s=0.9 * self._timeout_s,
+                timeout_s=0.8 * self._timeout_s,
             )
         )
 

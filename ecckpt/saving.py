@@ -13,11 +13,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from ecckpt import wire
 from ecckpt.client import AgentClient
-from ecckpt.errors import EcckptError, Fenced, SaveFailed, SaveTimedOut
+from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
 from ecckpt.generation import Generation, ShardId
 from ecckpt.rendezvous import Meeting
 
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _POISON = 1 << 40
 _WATCH_S = 1.0
+_COMMIT_TIMEOUT_S = 2.0
+_PARALLEL_COMMITS = 8
 
 
 class SaveHandle:
@@ -205,15 +208,14 @@ class Watcher:
         return self._agent.watch(message)
 
     def _commit(self, following: Following) -> None:
-        """Tell every agent. One that misses it learns it from its own rank, or from the next."""
+        """Tell every agent, this node's first.
+
+        One that misses it learns it from its own ranks, or from the next commit.
+        """
         shard = following.shard
-        for peer in self._peers:
-            try:
-                peer.commit(shard.run, shard.generation)
-            except Fenced:
-                raise
-            except (EcckptError, OSError) as error:
-                _log.warning("could not tell %s that %s is committed: %s", peer, shard, error)
+        self._agent.commit(shard.run, shard.generation)
+        with ThreadPoolExecutor(_PARALLEL_COMMITS, thread_name_prefix="ecckpt-commit") as pool:
+            list(pool.map(lambda peer: _tell(peer, shard), self._peers))
 
     def _fail(self, following: Following, error: EcckptError) -> None:
         if following.counted and not self._give_up(following.shard):
@@ -225,12 +227,21 @@ class Watcher:
 
     def _give_up(self, shard: ShardId) -> bool:
         """Make sure that a generation can no longer be committed; False if it already is."""
+        # Never from a complete count: other ranks may yet read it, and must find it complete.
         try:
-            count = self._meeting.add(_counter(shard.generation), -_POISON) + _POISON
+            return self._meeting.subtract_unless(
+                _counter(shard.generation), _POISON, value=self._meeting.world_size
+            )
         except (RuntimeError, OSError) as error:
             _log.warning("could not give up %s in the store: %s", shard, error)
             return True
-        return count != self._meeting.world_size
+
+
+def _tell(peer: AgentClient, shard: ShardId) -> None:
+    try:
+        replace(peer, timeout_s=_COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
+    except (EcckptError, OSError) as error:
+        _log.warning("could not tell %s that %s is committed: %s", peer.address, shard, error)
 
 
 def _counter(generation: Generation) -> str:

@@ -298,7 +298,7 @@ def _message(kind: Any, value: Any, where: str) -> Any:
     value = _expect(dict, value, where)
     hints = typing.get_type_hints(kind)
     if value.keys() != hints.keys():
-        odd = sorted(map(str, value.keys() ^ hints.keys()))
+        odd = sorted(str(name)[:80] for name in value.keys() ^ hints.keys())
         raise InvalidMessage(f"{where}: missing or unknown fields: {', '.join(odd[:8])}")
     return kind(
         **{name: _typed(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}

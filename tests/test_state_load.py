@@ -180,6 +180,11 @@ def test_what_the_live_state_cannot_hold_is_a_problem():
         check({"x": loop}, shard_of({"x": [torch.ones(1)]}))
     with pytest.raises(StateMismatch, match="sparse_coo"):
         check({"x": torch.eye(2).to_sparse()}, shard_of({"x": torch.eye(2)}))
+    model = nn.Linear(2, 2)
+    shard = shard_of({"model": model})
+    model.weight = nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(StateMismatch, match=r"model\.weight: cannot store a torch\.sparse_coo"):
+        check({"model": model}, shard)
     with pytest.raises(UnsupportedState, match="pass a dict"):
         load([1], shard_of({}))
 

@@ -19,6 +19,15 @@ def shard_of(state):
     return read_shard(memoryview(target))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are tiny: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 SCHEDULERS = {
     "step": lambda optim: lr_scheduler.StepLR(optim, 2),
     "cosine": lambda optim: lr_scheduler.CosineAnnealingLR(optim, 10),

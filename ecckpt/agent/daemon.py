@@ -71,7 +71,7 @@ def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) ->
         )
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = _lock(root)
-    peers, local = _bind_tcp(host, port), _bind_unix(path)
+    peers, local = _bind_peers(root, host, port), _bind_unix(path)
     bound_host, bound_port = peers.getsockname()[:2]
     address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
 
@@ -111,6 +111,21 @@ def _lock(root: Path) -> int:
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
+    """The TCP socket; where any port will do, the one it had before a restart comes first.
+
+    The ranks of a run know their peers' addresses: an agent that is back at its old one is back
+    in service without anybody having to ask for it.
+    """
+    memo = root / "port"
+    with contextlib.suppress(OSError, ValueError, InvalidConfig):
+        if port == 0:
+            return _bind_tcp(host, int(memo.read_text()))
+    peers = _bind_tcp(host, port)
+    memo.write_text(str(peers.getsockname()[1]))
+    return peers
 
 
 def _bind_tcp(host: str, port: int) -> socket.socket:

@@ -18,7 +18,6 @@ import numpy as np
 from ecckpt.agent.ledger import Entry, Ledger
 from ecckpt.errors import (
     CorruptFragment,
-    EcckptError,
     InvalidMessage,
     MemoryBudgetTooSmall,
     NotHeld,
@@ -38,6 +37,8 @@ from ecckpt.generation import Generation, ShardId, check_name
 from ecckpt.tiers.memory import MemoryTier, Region
 
 _log = logging.getLogger(__name__)
+
+_STATE_LIMIT_BYTES = 4096
 
 
 class Shelf:
@@ -215,13 +216,16 @@ class Shelf:
     def _guarded(self, path: Path, adopt: Callable[[Path], None]) -> None:
         """What cannot be adopted is left where it is and named, never deleted, never fatal."""
         try:
+            if not path.is_file():
+                raise InvalidMessage(f"{path.name} is no regular file")
             adopt(path)
-        except (EcckptError, OSError, ValueError) as error:
+        except Exception as error:
             self._rejected[path.name] = str(error)
             _log.warning("not adopted: %s: %s", path, error)
 
     def _adopt_state(self, path: Path) -> None:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(_STATE_LIMIT_BYTES)
         if int.from_bytes(raw[:4], "little") != crc32c(raw[4:]):
             raise CorruptFragment(f"{path}: run state fails its CRC32C")
         fields: dict[str, Any] = msgpack.unpackb(raw[4:])
@@ -239,6 +243,8 @@ class Shelf:
                 # Spare, or never finished: and then its writer may still have it mapped.
                 path.unlink()
                 return
+            if path.stat().st_size < header.file_bytes:  # before believing its numbers
+                raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
             file.seek(header.trailer_offset)
             table = parse_table(file.read(header.trailer_bytes), header, path.name)
         ledger = self.ledger(header.shard.run)
@@ -246,7 +252,7 @@ class Shelf:
         if ledger.committed is not None and header.shard.generation < ledger.committed:
             self._free(entry)
         else:
-            ledger.entries[entry.key] = entry
+            self.put(entry)
 
 
 def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:

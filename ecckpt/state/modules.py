@@ -62,5 +62,7 @@ def _is_own_memory(live: dict[str, Any], module: nn.Module) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return 0  # no single storage; refused when it is fitted
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor  # type: ignore[arg-type]
     return local.untyped_storage().data_ptr()

@@ -25,7 +25,9 @@ def is_optimizer_state(stored: Any) -> bool:
         and isinstance(stored.get("state"), dict)
         and isinstance(stored.get("param_groups"), list)
         and all(
-            isinstance(group, dict) and isinstance(group.get("params"), list)
+            isinstance(group, dict)
+            and isinstance(group.get("params"), list)
+            and all(isinstance(number, int | str) for number in group["params"])
             for group in stored["param_groups"]
         )
     )

@@ -87,7 +87,7 @@ class ShardPlan:
         buffer[data_start + data_bytes : self.shard_bytes] = self._values
         if data_bytes:
             self._write_tensors(buffer[data_start : data_start + data_bytes], threads)
-        self._parts = None
+        self._parts, self._values = None, b""  # a plan kept as `previous` is small
 
     def _write_tensors(self, data: memoryview, threads: int) -> None:
         assert self._parts is not None

@@ -7,6 +7,8 @@ that answers a byte at a time is cut off like one that does not answer.
 from __future__ import annotations
 
 import http.client
+import math
+import re
 import socket
 import time
 from typing import Any
@@ -15,6 +17,22 @@ from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, Requ
 
 _IDLE_TIMEOUT_S = 10.0
 _READ_BYTES = 8 << 20
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9.:%_-]+\]|[0-9A-Fa-f:.]+):([0-9]{1,5})")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+
+
+class _Socket(socket.socket):
+    """A socket that receives nothing after ``deadline_s``, however slowly it trickles in."""
+
+    deadline_s = math.inf
+    idle_s = math.inf
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self.settimeout(min(left_s, self.idle_s))
+        return super().recv_into(buffer, nbytes, flags)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -23,7 +41,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock = _Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
 
@@ -31,6 +49,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class _TcpConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         super().connect()
+        self.sock = _Socket(fileno=self.sock.detach())
+        self.sock.settimeout(self.timeout)
         # A host that vanished never resets: unacknowledged bytes end the connection instead.
         self.sock.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _IDLE_TIMEOUT_S)
@@ -40,10 +60,10 @@ class _TcpConnection(http.client.HTTPConnection):
 
 def split_address(address: str) -> tuple[str, int]:
     """``host:port`` (``[v6]:port`` too) as a pair; ``InvalidConfig`` for anything else."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    match = _ADDRESS.fullmatch(address)
+    if not match or int(match[2]) > 65535:
         raise InvalidConfig(f"{address!r} is no address", hint="host:port, such as 10.0.0.7:7420")
-    return host.strip("[]"), int(port)
+    return match[1].strip("[]"), int(match[2])
 
 
 def _connection(address: str, timeout_s: float) -> http.client.HTTPConnection:
@@ -62,19 +82,22 @@ class Exchange:
         self._timeout_s = timeout_s
         self._token = token
         self._connection = _connection(address, min(timeout_s, _IDLE_TIMEOUT_S))
+        self._response: http.client.HTTPResponse | None = None
 
     def __enter__(self) -> Exchange:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._connection.close()
+        if self._response is not None:
+            self._response.close()
         if isinstance(error, TimeoutError):
             raise AgentUnreachable(
                 self.address, f"no answer within {self._timeout_s:g} s"
             ) from error
-        if isinstance(error, (OSError, http.client.HTTPException)) and not isinstance(
-            error, AgentUnreachable
-        ):
+        # UnicodeError: a host name that cannot be one, found when it is looked up.
+        foreign = (OSError, http.client.HTTPException, UnicodeError)
+        if isinstance(error, foreign) and not isinstance(error, AgentUnreachable):
             raise AgentUnreachable(self.address, str(error) or type(error).__name__) from error
 
     def send(
@@ -90,27 +113,22 @@ class Exchange:
         if span:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         self._connection.request(method, path, body=body, headers=headers)
-        self._patience(whole=True)
-        return self._connection.getresponse()
+        sock: Any = self._connection.sock  # the connection forgets it on "Connection: close"
+        sock.deadline_s = self.deadline_s
+        self._response = self._connection.getresponse()
+        sock.idle_s = _IDLE_TIMEOUT_S
+        return self._response
 
     def read_into(self, response: http.client.HTTPResponse, target: memoryview) -> None:
-        """Fill ``target`` from the body, one receive at a time so that the deadline holds."""
+        """Fill ``target`` from the body; the deadline holds for each receive."""
         done = 0
         while done < len(target):
-            self._patience()
             count = response.fp.readinto1(target[done : done + _READ_BYTES])
             if not count:
                 raise CorruptFragment(
                     f"{self.address}: body ended after {done} of {len(target)} bytes"
                 )
             done += count
-
-    def _patience(self, *, whole: bool = False) -> None:
-        left_s = self.deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(left_s if whole else min(left_s, _IDLE_TIMEOUT_S))
 
 
 def request(
@@ -126,12 +144,12 @@ def request(
     """Status and body of one small request.
 
     Raises ``AgentUnreachable`` when there is no answer in time, ``RequestRefused`` when the
-    answer is larger than ``limit_bytes``.
+    answer does not say how large it is, or is larger than ``limit_bytes``.
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
         response = exchange.send(method, path, body=body)
-        length = int(response.headers.get("Content-Length") or 0)
-        if length > limit_bytes:
+        length = _length(response)
+        if not 0 <= length <= limit_bytes:
             raise RequestRefused(
                 address, response.status, f"answer of {length} bytes, limit {limit_bytes}"
             )
@@ -157,9 +175,15 @@ def pull(
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
         response = exchange.send("GET", path, span=(offset, offset + len(target)))
-        length = int(response.headers.get("Content-Length") or -1)
+        length = _length(response)
         if response.status not in (200, 206) or length != len(target):
             raise RequestRefused(
                 address, response.status, f"GET {path}: {length} bytes for {len(target)} wanted"
             )
         exchange.read_into(response, target)
+
+
+def _length(response: http.client.HTTPResponse) -> int:
+    """How long the body is said to be; -1 if that is no usable number."""
+    text = response.headers.get("Content-Length") or ""
+    return int(text) if _LENGTH.fullmatch(text) else -1

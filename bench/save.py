@@ -1,0 +1,102 @@
+"""How long a save keeps its caller, in units of one memcpy: ``python -m bench.save``.
+
+The state is 256 MiB of CPU tensors, the parameters and AdamW moments of a small GPT. Each round
+times one ``memcpy`` call over as many bytes, into memory that was touched before, and one
+``save()`` of a run that is protected with RS(3, 2) over six agents on this machine; the save is
+committed before the next round begins. The ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import ecckpt
+from ecckpt.testing import LocalCluster
+
+STATE_BYTES = 256 << 20
+LAYERS = 12
+WARM_UP_ROUNDS = 4  # until every slot exists and is mapped
+ROUNDS = 11
+
+
+def gpt_state(state_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights and two moments for each of four matrices and four vectors in every layer."""
+    per_layer = state_bytes // (3 * 4 * LAYERS)
+    width = int((per_layer / 12) ** 0.5)
+    shapes = {"qkv": (3 * width, width), "out": (width, width)}
+    shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
+    shapes |= {f"norm{index}": (width,) for index in range(4)}
+    return {
+        kind: {
+            f"layer{layer}.{name}": torch.rand(shape)
+            for layer in range(LAYERS)
+            for name, shape in shapes.items()
+        }
+        for kind in ("weights", "exp_avg", "exp_avg_sq")
+    }
+
+
+@contextmanager
+def saver(state: dict[str, dict[str, torch.Tensor]]) -> Iterator[ecckpt.Checkpointer]:
+    """A run that has saved before: slots exist, plans are cached."""
+    with (
+        LocalCluster(nodes=6) as cluster,
+        ecckpt.Checkpointer(
+            "bench", code=(3, 2), root=cluster.root("n0"), agents=cluster.addresses()
+        ) as checkpointer,
+    ):
+        checkpointer.restore(state)
+        for step in range(WARM_UP_ROUNDS):
+            assert checkpointer.save(step, state).wait(120)
+        yield checkpointer
+
+
+def agent_rss_bytes(pid: int) -> int:
+    """Resident memory of a process without the shared memory that it holds for others."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    facts = dict(line.split(":", 1) for line in status.splitlines())
+    return 1024 * sum(int(facts[name].split()[0]) for name in ("RssAnon", "RssFile"))
+
+
+def main() -> None:
+    """Print the medians, and one line of JSON."""
+    torch.set_num_threads(1)
+    state = gpt_state(STATE_BYTES)
+    state_bytes = sum(each.nbytes for kind in state.values() for each in kind.values())
+    source, target = np.ones(state_bytes, np.uint8), np.ones(state_bytes, np.uint8)
+    ratios, stalls_s, copies_s, protected_s = [], [], [], []
+    with saver(state) as checkpointer:
+        for turn in range(ROUNDS):
+            started_s = time.perf_counter()
+            ctypes.memmove(target.ctypes.data, source.ctypes.data, state_bytes)
+            copies_s.append(time.perf_counter() - started_s)
+            handle = checkpointer.save(WARM_UP_ROUNDS + turn, state)
+            assert handle.wait(120)
+            stalls_s.append(handle.stall_s)
+            protected_s.append(handle.protected_s)
+            ratios.append(handle.stall_s / copies_s[-1])
+    row = {
+        "state_mib": round(state_bytes / 2**20),
+        "tensors": sum(map(len, state.values())),
+        "memcpy_s": statistics.median(copies_s),
+        "stall_s": statistics.median(stalls_s),
+        "stall_over_memcpy": statistics.median(ratios),
+        "stall_over_memcpy_worst": max(ratios),
+        "protected_s": statistics.median(protected_s),
+    }
+    for name, value in row.items():
+        print(f"{name:24} {value:.4g}")
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Save and restore over real agents: what is kept, what is refused, what a restart finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from worlds import World, same_state, states_for
+
+import ecckpt
+from ecckpt.client import shard_path
+from ecckpt.errors import NothingToRestore, StateMismatch, WrongOrder
+from ecckpt.generation import ShardId
+from ecckpt.testing import LocalCluster
+from ecckpt.transport.http import request
+
+
+def test_first_start_finds_nothing_and_the_next_one_finds_the_save(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=1)
+    with World(cluster6, code=(3, 2)) as world:
+        assert world.restore(states) == [None] * 6
+        assert [each.timeline for each in world.checkpointers] == [1] * 6
+        assert all(handle.wait(30) for handle in world.save(4, states))
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        found = world.restore(blank)
+        assert [each.timeline for each in world.checkpointers] == [2] * 6
+    assert [(each.step, each.source, each.pulled_bytes) for each in found] == [(4, "home", 0)] * 6
+    assert all(map(same_state, blank, states))
+
+
+def test_lost_nodes_are_replaced_and_the_margin_comes_back(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=2)
+    with World(cluster6, code=(3, 2)) as world:
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(4, states))
+    cluster6.kill("n1", "n3", "n5")
+    cluster6.replace("n1", "n3", "n5")
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        found = world.restore(blank)
+        assert [each.source for each in found] == ["home", "peers"] * 3
+        assert all(each.reprotection.wait(30) for each in found)
+    assert all(map(same_state, blank, states))
+    # The full margin is back: any other three may go now.
+    lost = [cluster6.nodes[index] for index in (0, 1, 2)]
+    cluster6.kill(*lost)
+    cluster6.replace(*lost)
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        assert [each.step for each in world.restore(blank)] == [4] * 6
+    assert all(map(same_state, blank, states))
+
+
+def test_a_save_that_one_rank_missed_is_passed_over_by_all(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=3)
+    newer = states_for(6, seed=4)
+    with World(cluster6, code=(3, 2), save_timeout_s=2.0) as world:
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(4, states))
+        handles = [world.checkpointers[rank].save(5, newer[rank]) for rank in range(5)]
+        for handle in handles:
+            with pytest.raises(ecckpt.EcckptError, match=r"5\.|rank"):
+                handle.wait(30)
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        found = world.restore(blank)
+    assert {each.step for each in found} == {4}
+    (why,) = found[0].rejected.values()
+    assert "rank 5: nothing of it was found" in why
+    assert all(map(same_state, blank, states))
+
+
+def test_all_ranks_staged_but_nothing_committed_is_still_restorable(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=5)
+    with World(cluster6, code=(3, 2)) as world:
+        world.restore(states)
+        world.save(9, states)  # nobody waits: the agents finish it without the trainers
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        assert {each.step for each in world.restore(blank)} == {9}
+
+
+def test_going_back_and_on_makes_a_newer_timeline(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=6)
+    with World(cluster1) as world:
+        world.restore([state])
+        assert world.save(5000, [state])[0].wait(30)
+    with World(cluster1) as world:
+        assert world.restore([state])[0].step == 5000
+        state["progress"]["step"] = -1
+        assert world.save(400, [state])[0].wait(30)
+    with World(cluster1) as world:
+        (found,) = world.restore([state])
+        assert (found.step, found.timeline) == (400, 3)
+        with pytest.raises(NothingToRestore, match="test"):
+            world.restore([state], step=5000)
+
+
+def test_restoring_a_given_step(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=6)
+    with World(cluster1) as world:
+        world.restore([state])
+        assert world.save(3, [state])[0].wait(30)
+    with World(cluster1) as world:
+        assert world.restore([state], step=3)[0].step == 3
+        with pytest.raises(NothingToRestore):
+            world.restore([state], step=4)
+
+
+def test_a_restart_that_finds_only_ruins_says_so(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=7)
+    with World(cluster6, code=(3, 2)) as world:
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(1, states))
+    cluster6.kill("n0", "n1", "n2", "n3")
+    cluster6.replace("n0", "n1", "n2", "n3")
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        with pytest.raises(NothingToRestore, match="4 of 6 shards lost") as caught:
+            world.restore(blank)
+        assert "another name" in str(caught.value)
+    assert all(map(same_state, blank, states_for(6, seed=0)))
+
+
+def test_required_wants_something(cluster1: LocalCluster) -> None:
+    with World(cluster1) as world, pytest.raises(NothingToRestore):
+        world.restore(states_for(1, seed=0), resume="required")
+
+
+def test_a_state_that_does_not_fit_changes_nothing_on_any_rank(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=8)
+    with World(cluster6, code=(3, 2)) as world:
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(1, states))
+    blank = states_for(6, seed=0)
+    blank[2]["weights"] = torch.zeros(7)
+    with (
+        World(cluster6, code=(3, 2)) as world,
+        pytest.raises(StateMismatch, match=r"rank 2.*weights"),
+    ):
+        world.restore(blank)
+    expected = states_for(6, seed=0)
+    assert all(same_state(blank[rank], expected[rank]) for rank in (0, 1, 3, 4, 5))
+
+
+def test_another_world_size_is_refused_by_name(cluster6: LocalCluster) -> None:
+    states = states_for(6, seed=8)
+    with World(cluster6, code=(3, 2)) as world:
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(1, states))
+    with (
+        World(cluster6, ranks=4, agents=cluster6.addresses(), code=(3, 2)) as world,
+        pytest.raises(StateMismatch, match="saved by 6 ranks and 4 restore it"),
+    ):
+        world.restore(states_for(4, seed=0))
+
+
+def test_memory_is_recycled_and_stays_bounded(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=9, elements=1_000_000)
+    client = cluster1.client("n0")
+    worker = client.node().pid
+    used, files, descriptors = set(), set(), set()
+    with World(cluster1) as world:
+        world.restore([state])
+        for step in range(12):
+            assert world.save(step, [state])[0].wait(30)
+            if step > 3:
+                used.add(client.status()["runs"]["test"]["used_bytes"])
+                files.add(len(list((cluster1.root("n0") / "regions").iterdir())))
+                descriptors.add(len(list(Path(f"/proc/{worker}/fd").iterdir())))
+    assert len(used) == 1
+    assert len(files) == 1
+    assert max(descriptors) - min(descriptors) <= 3  # a request in flight, not a leak
+
+
+def test_runs_side_by_side_do_not_touch_each_other(cluster1: LocalCluster) -> None:
+    (one,), (two,) = states_for(1, seed=10), states_for(1, seed=11)
+    with World(cluster1, run="one") as first, World(cluster1, run="two") as second:
+        first.restore([one])
+        second.restore([two])
+        for step in range(4):
+            assert first.save(step, [one])[0].wait(30)
+        assert second.save(2, [two])[0].wait(30)
+    blank = states_for(1, seed=0)
+    with World(cluster1, run="two") as second:
+        assert second.restore(blank)[0].step == 2
+    assert same_state(blank[0], two)
+    with World(cluster1, run="one") as first:
+        assert first.restore(blank)[0].step == 3
+    assert same_state(blank[0], one)
+
+
+def test_a_shard_read_over_http_is_a_safetensors_file(
+    cluster1: LocalCluster, tmp_path: Path
+) -> None:
+    (state,) = states_for(1, seed=12)
+    with World(cluster1) as world:
+        world.restore([state])
+        (handle,) = world.save(1, [state])
+        assert handle.wait(30)
+        assert handle.generation is not None
+    shard = ShardId("test", handle.generation, 0)
+    client = cluster1.client("n0")
+    status, body = request(
+        client.address, "GET", f"{shard_path(shard)}/shard", timeout_s=10, limit_bytes=1 << 24
+    )
+    assert status == 200
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(body)
+    assert torch.equal(load_file(path)["weights"], state["weights"])
+
+
+def test_what_is_changed_after_save_is_not_in_it(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=13)
+    (expected,) = states_for(1, seed=13)
+    with World(cluster1) as world:
+        world.restore([state])
+        (handle,) = world.save(1, [state])
+        state["weights"].add_(1)
+        state["progress"]["step"] = 99
+        assert handle.wait(30)
+    blank = states_for(1, seed=0)
+    with World(cluster1) as world:
+        world.restore(blank)
+    assert same_state(blank[0], expected)
+
+
+def test_calls_in_the_wrong_order(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=14)
+    with World(cluster1) as world:
+        with pytest.raises(WrongOrder, match="restore"):
+            world.save(1, [state])
+        world.restore([state])
+        assert world.save(5, [state])[0].wait(30)
+        with pytest.raises(WrongOrder, match="step 5 is not after step 5"):
+            world.save(5, [state])
+        (checkpointer,) = world.checkpointers
+        assert checkpointer.due(0)
+        assert "process crashes only" in checkpointer.promise
+
+
+def test_alone_without_torch_distributed_or_an_agent(tmp_path: Path) -> None:
+    """One process, one node: the agent is started, outlives its trainer, and is stopped by hand."""
+    root = Path(f"/dev/shm/ecckpt-alone-{os.getpid()}")
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import torch, ecckpt\n"
+        "state = {'w': torch.zeros(5), 'p': {'n': 0}}\n"
+        "ckpt = ecckpt.Checkpointer('alone')\n"
+        "restored = ckpt.restore(state)\n"
+        "print('restored', restored.step if restored else None, state['p']['n'], flush=True)\n"
+        "state['p']['n'] += 1\n"
+        "ckpt.save(restored.step + 1 if restored else 0, state)\n"
+        # No close(): leaving the program must not lose the save.
+    )
+    environment = os.environ | {"ECCKPT_ROOT": str(root), "ECCKPT_NODE": "here"}
+
+    def start() -> str:
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    try:
+        assert start() == "restored None 0"
+        assert start() == "restored 0 1"
+        assert start() == "restored 1 2"
+    finally:
+        stop = [sys.executable, "-m", "ecckpt", "agent", "--stop", "--root", str(root)]
+        assert subprocess.run(stop, check=False).returncode == 0
+        shutil.rmtree(root)

@@ -1,0 +1,259 @@
+"""Control messages: what is sent arrives, and nothing else is taken for a message."""
+
+import os
+import pickle
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import UnionType
+
+import msgpack
+import pytest
+from builders import generations, headers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecckpt import wire
+from ecckpt.errors import InvalidMessage
+from ecckpt.fragment import Header
+from ecckpt.generation import Generation, ShardId
+from ecckpt.recovery import Inventory
+
+SCALARS = {
+    bool: st.booleans(),
+    int: st.integers(-(1 << 63), (1 << 64) - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=20),
+    Generation: generations,
+    Header: headers(),
+}
+# A value of the wrong type for each annotation; composed ones are told apart by what they hold.
+WRONG = {
+    bool: [0, 1, None, "true", []],
+    int: [True, 1.0, None, "1", b"1", []],
+    float: [True, None, "1.0", []],
+    str: [1, None, b"x", ["x"]],
+    bytes: [1, None, "x", [1]],
+    Generation: [1, None, "x", "1.2.3", {}],
+    Header: [1, None, "x", [], {}, {"run": "x"}],
+}
+NESTED = [5, True, 1.5, "x", b"x", [5.5], {"x": None}, {1: []}]
+
+
+def values(hint):
+    """A strategy for what may stand where a field is annotated like that."""
+    if hint in SCALARS:
+        return SCALARS[hint]
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(inner[0]), max_size=3).map(tuple)
+    if typing.get_origin(hint) is Mapping:
+        return st.dictionaries(values(inner[0]), values(inner[1]), max_size=3)
+    if isinstance(hint, UnionType):
+        return st.none() | values(inner[0])
+    return messages(hint)
+
+
+def messages(kind):
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
+
+
+def plain(message):
+    return msgpack.unpackb(wire.pack(message))
+
+
+KINDS = [kind for kind in vars(wire).values() if is_dataclass(kind) and kind not in SCALARS]
+KINDS += [Inventory]
+FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+every_field = pytest.mark.parametrize(
+    ("kind", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS]
+)
+
+
+def test_all_messages_are_here():
+    assert {wire.Reserve, wire.Fetched, wire.Done, wire.Refusal, ShardId, Inventory} <= set(KINDS)
+
+
+# -- round trip -----------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_message_arrives_as_it_was_sent(kind):
+    @settings(max_examples=15)
+    @given(messages(kind))
+    def arrives(message):
+        again = wire.unpack(kind, wire.pack(message))
+        assert again == message
+        assert wire.pack(again) == wire.pack(message)
+
+    arrives()
+
+
+def test_a_whole_number_will_do_for_a_float():
+    progress = {"state": "x", "held": 1, "problems": [], "committed": False}
+    message = wire.unpack(wire.Progress, msgpack.packb(progress | {"encode_s": 2, "protected_s": 0}))
+    assert (message.encode_s, type(message.encode_s)) == (2.0, float)
+
+
+# -- fields ---------------------------------------------------------------------------------------
+
+
+def example(kind):
+    """One message of the kind as a plain map, the same every time."""
+    found = []
+
+    @settings(max_examples=1)
+    @given(messages(kind))
+    def take(message):
+        found.append(plain(message))
+
+    take()
+    return found[0]
+
+
+EXAMPLES = {kind: example(kind) for kind in KINDS}
+
+
+@every_field
+def test_a_missing_field_is_refused_by_name(kind, name):
+    body = {key: value for key, value in EXAMPLES[kind].items() if key != name}
+    with pytest.raises(InvalidMessage, match=f"{kind.__name__}: missing or unknown fields: {name}"):
+        wire.unpack(kind, msgpack.packb(body))
+
+
+@every_field
+def test_a_field_of_the_wrong_type_is_refused_by_name(kind, name):
+    hint = typing.get_type_hints(kind)[name]
+    for value in WRONG.get(hint, NESTED):
+        with pytest.raises(InvalidMessage, match=rf"{kind.__name__}\.{name}|no generation"):
+            wire.unpack(kind, msgpack.packb(EXAMPLES[kind] | {name: value}))
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["extra", "__class__", "", 7, None, b"x", 1.5])
+def test_an_unknown_field_is_refused(kind, name):
+    with pytest.raises(InvalidMessage, match="missing or unknown fields"):
+        wire.unpack(kind, msgpack.packb(EXAMPLES[kind] | {name: 1}))
+
+
+@every_kind
+@pytest.mark.parametrize("value", [None, True, 1, 1.5, "x", b"x", [], ["x"], msgpack.Timestamp(0)])
+def test_what_is_no_map_is_refused(kind, value):
+    with pytest.raises(InvalidMessage, match=kind.__name__):
+        wire.unpack(kind, msgpack.packb(value))
+
+
+def test_numbers_of_a_header_are_checked_in_messages_too():
+    body = EXAMPLES[wire.Hold]
+    body = body | {"header": body["header"] | {"k": 300}}
+    with pytest.raises(InvalidMessage, match=r"Hold\.header: header contradicts itself: k=300"):
+        wire.unpack(wire.Hold, msgpack.packb(body))
+
+
+# -- garbage --------------------------------------------------------------------------------------
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8) | st.integers(-9, 9), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def refused(kind, body):
+    try:
+        message = wire.unpack(kind, body)
+    except InvalidMessage as error:
+        assert len(str(error)) < 2000
+        return True
+    return wire.unpack(kind, wire.pack(message)) == message
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(KINDS), st.binary(max_size=100))
+def test_random_bytes_are_refused(kind, body):
+    assert refused(kind, body)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(KINDS), anything)
+def test_other_msgpack_is_refused(kind, value):
+    assert refused(kind, msgpack.packb(value))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(FIELDS), anything)
+def test_other_msgpack_in_a_field_is_refused(field, value):
+    kind, name = field
+    assert refused(kind, msgpack.packb(EXAMPLES[kind] | {name: value}))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(KINDS), st.data())
+def test_truncated_messages_are_refused(kind, data):
+    body = msgpack.packb(EXAMPLES[kind])
+    with pytest.raises(InvalidMessage):
+        wire.unpack(kind, body[: data.draw(st.integers(0, len(body) - 1))])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x91" * 100_000 + b"\xc0",
+        b"\x81\xa1x" * 100_000 + b"\xc0",
+        b"\x81" * 50_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\x81\x90\x01",
+        b"\x81\x80\x01",
+        b"\xa2\xff\xfe",
+        b"\xc1",
+        b"\x80\x80",
+        msgpack.packb({"x" * 1_000_000: 1}),
+        msgpack.packb({"é" * 5000: 1}),
+    ],
+)
+def test_bytes_made_to_hurt_are_refused(body):
+    for kind in (wire.Commit, wire.Done, Inventory):
+        assert refused(kind, body)
+        with pytest.raises(InvalidMessage):
+            wire.unpack(kind, body)
+
+
+def test_a_message_beyond_the_limit_is_not_even_read():
+    with pytest.raises(InvalidMessage, match="67108865 bytes, limit 67108864"):
+        wire.unpack(wire.Done, bytes(wire.MESSAGE_LIMIT_BYTES + 1))
+
+
+def test_nothing_is_ever_unpickled(tmp_path):
+    trace = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(trace),)
+
+    bomb = pickle.dumps(Trap())
+    bodies = [bomb, msgpack.packb(bomb), msgpack.packb(msgpack.ExtType(5, bomb))]
+    bodies += [
+        msgpack.packb(EXAMPLES[kind] | {name: msgpack.ExtType(code, bomb)})
+        for kind, name in FIELDS
+        for code in (0, 42)
+    ]
+    for body in bodies:
+        for kind in KINDS:
+            with pytest.raises(InvalidMessage):
+                wire.unpack(kind, body)
+    assert not trace.exists()

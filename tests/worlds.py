@@ -1,0 +1,71 @@
+"""Several ranks in one process: threads that meet over a real torch store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ecckpt
+from ecckpt.testing import LocalCluster
+
+
+class World:
+    """One start of a run: a Checkpointer for every rank, rank r at home on nodes[r]."""
+
+    def __init__(self, cluster: LocalCluster, ranks: int | None = None, **options: Any) -> None:
+        self.ranks = ranks or len(cluster.nodes)
+        self._store = dist.HashStore()
+        self._pool = ThreadPoolExecutor(self.ranks)
+        nodes = cluster.nodes
+
+        def build(rank: int) -> ecckpt.Checkpointer:
+            return ecckpt.Checkpointer(
+                root=cluster.root(nodes[rank % len(nodes)]),
+                store=self._store,
+                rank=rank,
+                world_size=self.ranks,
+                **{"run": "test", "restore_timeout_s": 30.0, "save_timeout_s": 30.0} | options,
+            )
+
+        self.checkpointers = self.each(build)
+
+    def each(self, act: Callable[[int], Any]) -> list[Any]:
+        """Do something as every rank at once; the first error is raised."""
+        return [
+            future.result() for future in [self._pool.submit(act, r) for r in range(self.ranks)]
+        ]
+
+    def restore(self, states: list[dict[str, Any]], **options: Any) -> list[Any]:
+        return self.each(lambda rank: self.checkpointers[rank].restore(states[rank], **options))
+
+    def save(self, step: int, states: list[dict[str, Any]]) -> list[ecckpt.SaveHandle]:
+        return self.each(lambda rank: self.checkpointers[rank].save(step, states[rank]))
+
+    def close(self) -> None:
+        for checkpointer in self.checkpointers:
+            checkpointer.close()
+        self._pool.shutdown()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def states_for(ranks: int, *, seed: int, elements: int = 20_000) -> list[dict[str, Any]]:
+    """A different small state per rank, deterministic."""
+    states = []
+    for rank in range(ranks):
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        weights = torch.randn(elements + 17 * rank, generator=generator)
+        states.append({"weights": weights, "progress": {"step": seed, "rank": rank}})
+    return states
+
+
+def same_state(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return torch.equal(left["weights"], right["weights"]) and left["progress"] == right["progress"]
