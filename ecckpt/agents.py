@@ -17,6 +17,7 @@ from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
 from ecckpt.errors import AgentMismatch, AgentUnreachable
+from ecckpt.tiers.memory import private_folder
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +35,10 @@ def local_client(root: Path, *, timeout_s: float = 10.0) -> AgentClient:
 def find_or_start(config: NodeConfig) -> wire.NodeInfo:
     """This node's agent: the one that answers in its folder, else a new one.
 
-    Raises ``AgentUnreachable`` with the end of the agent's log if none comes up in time, and
-    ``AgentMismatch`` if the one that answers is another node's.
+    Raises ``AgentUnreachable`` with the end of the agent's log if none comes up in time,
+    ``VersionMismatch`` if one of another release runs, ``InvalidConfig`` if the folder is not ours.
     """
+    private_folder(config.root)
     client = local_client(config.root)
     with contextlib.suppress(AgentUnreachable):
         return client.node()
@@ -46,7 +48,7 @@ def find_or_start(config: NodeConfig) -> wire.NodeInfo:
 
 def start(config: NodeConfig) -> subprocess.Popen[bytes]:
     """Start an agent for that folder and return at once. If one runs there, the new one ends."""
-    config.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder(config.root)
     command = [sys.executable, "-m", "ecckpt", "agent", "--root", str(config.root)]
     command += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
     if config.token_file:

@@ -23,6 +23,7 @@ from ecckpt.errors import (
     EcckptError,
     InvalidConfig,
     MemoryBudgetTooSmall,
+    SaveFailed,
     SaveTimedOut,
     TmpfsFull,
     UnsupportedState,
@@ -152,6 +153,12 @@ class Checkpointer:
             self._stage(handle, shard, state)
         except (EcckptError, OSError) as error:
             self._not_saved(handle, shard, error, raised=first and isinstance(error, _SETUP_ERRORS))
+        except BaseException:
+            # Not ours, from the state's own code: the caller's to handle; the ranks hear at once.
+            handle.finish(SaveFailed(f"{shard}: taking the snapshot raised"))
+            self._latest = handle
+            self._watcher.abandon(shard)
+            raise
         self._latest = handle
         handle.stall_s = time.perf_counter() - started_s
         return handle
@@ -281,6 +288,7 @@ class Checkpointer:
         order, restored = restorer.run(state, step=step, required=resume == "required")
         self._timeline = order.timeline
         self._latest = None
+        self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
         if restored is not None:
             self._parent = restored.generation
             self._protect_again(order, restored)

@@ -15,8 +15,18 @@ from ecckpt.fragment import FORMAT_VERSION, Header, parse_table
 from ecckpt.generation import Generation, ShardId
 from ecckpt.recovery import Inventory
 from ecckpt.transport import http
+from ecckpt.transport.http import split_address
 
 T = TypeVar("T")
+
+
+def peer_client(address: str, token: str, *, timeout_s: float = 10.0) -> AgentClient:
+    """A client of another node's agent, at an address that came over the network.
+
+    Raises ``InvalidConfig`` for anything but ``host:port``: nobody gets at Unix sockets here.
+    """
+    split_address(address)
+    return AgentClient(address, token, timeout_s)
 
 
 def shard_path(shard: ShardId) -> str:
@@ -40,13 +50,17 @@ class AgentClient:
 
     def node(self) -> wire.NodeInfo:
         """Who it is; ``VersionMismatch`` if it speaks another protocol or format."""
-        info = self._get(wire.NodeInfo, "/v1/node")
-        where = f"agent {info.node} at {self.address}"
-        if info.protocol_version != wire.PROTOCOL_VERSION:
+        status, body = self._exchange("GET", "/v1/node")
+        if status != 200:
+            raise self._refusal(status, body)
+        version = wire.version_of(body)  # before the rest, which another version may shape anew
+        if version != wire.PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"{where} (protocol)", found=info.protocol_version, known=wire.PROTOCOL_VERSION
+                f"agent {self.address} (protocol)", found=version, known=wire.PROTOCOL_VERSION
             )
+        info = wire.unpack(wire.NodeInfo, body)
         if info.format_version != FORMAT_VERSION:
+            where = f"agent {info.node} at {self.address}"
             raise VersionMismatch(where, found=info.format_version, known=FORMAT_VERSION)
         return info
 

@@ -76,20 +76,26 @@ class GenerationReport:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """All generations of a run that left a trace, newest first, and the one to restore."""
+    """All generations of a run that left a trace, newest first, and the one to restore.
+
+    ``ruins`` are traces that no generation could be made of: something was there, so finding
+    nothing to restore is no proof of a first start.
+    """
 
     run: str
     generations: tuple[GenerationReport, ...]
     chosen: GenerationReport | None
     newest_timeline: int
+    refused: frozenset[Generation]
+    ruins: Mapping[str, str]
 
     def rejected(self) -> dict[str, str]:
-        """Generations newer than the chosen one -> why each was passed over."""
-        floor = self.chosen.generation if self.chosen else None
+        """Generations newer than the chosen one that could not be taken -> why."""
         return {
             str(report.generation): report.why() or "refused"
             for report in self.generations
-            if floor is None or report.generation > floor
+            if (report.state == "lost" or report.generation in self.refused)
+            and (self.chosen is None or report.generation > self.chosen.generation)
         }
 
 
@@ -109,6 +115,7 @@ def plan_recovery(
         lambda: defaultdict(lambda: defaultdict(list))
     )
     newest_timeline = 0
+    inventories = list(inventories)
     for inventory in inventories:
         newest_timeline = max(newest_timeline, inventory.fence)
         if inventory.committed:
@@ -132,7 +139,18 @@ def plan_recovery(
         ),
         None,
     )
-    return RecoveryPlan(run, reports, chosen, newest_timeline)
+    ruins = _ruins(inventories, found)
+    return RecoveryPlan(run, reports, chosen, newest_timeline, frozenset(refused), ruins)
+
+
+def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
+    ruins: dict[str, str] = {}
+    for inventory in inventories:
+        if inventory.committed is not None and inventory.committed not in found:
+            ruins[str(inventory.committed)] = "it was committed, and nothing of it was found"
+        for name, why in inventory.rejected.items():
+            ruins[f"{inventory.node}/{name}"] = why
+    return ruins
 
 
 def _report(

@@ -114,7 +114,7 @@ class StoreMeeting:
         if self.rank == 0:
             self._lead(tag, decide, deadline_s, timeout_s)
         # Rank 0 gives up at its deadline, and then needs a moment to say who was late.
-        deadline_s += min(_GRACE_S, timeout_s)
+        deadline_s += min(_GRACE_S, 4 * timeout_s)
         answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
         return _open_answer(answer)
 

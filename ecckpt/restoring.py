@@ -186,8 +186,8 @@ class Restorer:
             for name, why in plan.rejected().items()
         }
         if plan.chosen is None:
-            if rejected:
-                rejected |= {f"node {node}": why for node, why in self._silent.items()}
+            rejected |= plan.ruins
+            rejected |= {f"node {node}": why for node, why in self._silent.items()}
             nothing = Order(self._timeline, None, False, (), (), -1, rejected)
             return [nothing] * world_size
         if plan.chosen.world_size != world_size:

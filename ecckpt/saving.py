@@ -208,12 +208,8 @@ class Watcher:
         return self._agent.watch(message)
 
     def _commit(self, following: Following) -> None:
-        """Tell every agent, this node's first.
-
-        One that misses it learns it from its own ranks, or from the next commit.
-        """
+        """Tell every agent. One that misses it learns it from its own ranks, or the next commit."""
         shard = following.shard
-        self._agent.commit(shard.run, shard.generation)
         with ThreadPoolExecutor(_PARALLEL_COMMITS, thread_name_prefix="ecckpt-commit") as pool:
             list(pool.map(lambda peer: _tell(peer, shard), self._peers))
 

@@ -12,6 +12,7 @@ process, no socket, no file.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -131,6 +132,10 @@ class LocalCluster:
         """Process id (and group) of the node's agent."""
         return self._processes[node].pid
 
+    def wait(self, node: str, *, timeout_s: float = 20.0) -> int:
+        """Wait until the node's agent has ended by itself; its exit status."""
+        return self._processes[node].wait(timeout_s)
+
     def _launch(self, nodes: Iterable[str]) -> None:
         nodes = list(nodes)
         for node in nodes:
@@ -143,7 +148,8 @@ class LocalCluster:
     def _end(self, node: str) -> None:
         process = self._processes.pop(node)
         workers = _children(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         await_end(workers)
 

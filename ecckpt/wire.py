@@ -118,8 +118,8 @@ class Watch:
 class Progress:
     """How far a shard is.
 
-    ``state``: staging, encoding, scattering, protected or failed. ``held`` fragments are verified
-    at their holders; ``problems`` says what went wrong with the others.
+    ``state``: unknown, staging, encoding, scattering, protected or failed. ``held`` fragments are
+    verified at their holders; ``problems`` says what went wrong with the others.
     """
 
     state: str
@@ -205,6 +205,24 @@ class Fetched:
 @dataclass(frozen=True, slots=True)
 class Done:
     """The empty answer."""
+
+
+def run_of(message: Any) -> str:
+    """The run that a request is about, wherever it says so."""
+    if hasattr(message, "header"):
+        message = message.header.shard
+    elif hasattr(message, "shard"):
+        message = message.shard
+    return typing.cast(str, message.run)
+
+
+def version_of(body: bytes) -> int:
+    """The protocol version in a packed ``NodeInfo`` of any version; ``InvalidMessage`` if none."""
+    try:
+        fields = msgpack.unpackb(body)
+        return int(fields["protocol_version"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidMessage(f"NodeInfo: no protocol version: {error!r}") from error
 
 
 def pack(message: Any) -> bytes:

@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from ecckpt import wire
 from ecckpt.agents import await_agent, local_client, start
 from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
-from ecckpt.errors import AgentUnreachable, RequestRefused
+from ecckpt.errors import RequestRefused
 from ecckpt.testing import LocalCluster, await_end
 from ecckpt.transport.http import request
 
@@ -67,7 +66,7 @@ def test_peers_may_not_do_what_is_for_local_ranks(cluster1: LocalCluster) -> Non
         status, body = _ask(peer, "POST", f"/v1/runs/test/{verb}", b"\x80")
         assert status == 403, verb
         assert b"Unix socket" in body
-    assert _ask(peer, "POST", "/v1/shutdown", b"")[0] == 404
+    assert _ask(peer, "POST", "/v1/shutdown", b"")[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_peers_may_not_do_what_is_for_local_ranks(cluster1: LocalCluster) -> Non
         ("POST", "/v1/runs/test/hold", b"garbage", 400),
         ("POST", "/v1/runs/test/hold", b"\x80", 400),
         ("POST", "/v1/runs/test/commit", wire.pack(wire.Done()), 400),
-        ("DELETE", "/v1/runs/test/hold", b"", 400),
+        ("DELETE", "/v1/runs/test/hold", b"", 405),
     ],
 )
 def test_requests_that_make_no_sense(
@@ -173,11 +172,7 @@ def test_terminating_it_leaves_memory_to_adopt(cluster1: LocalCluster) -> None:
         world.restore([state])
         assert world.save(1, [state])[0].wait(30)
     os.kill(cluster1.pid("n0"), signal.SIGTERM)
-    deadline_s = time.monotonic() + 20
-    with pytest.raises(AgentUnreachable):
-        while time.monotonic() < deadline_s:
-            cluster1.client("n0").node()
-            time.sleep(0.05)
+    assert cluster1.wait("n0") == 0
     cluster1.restart("n0")
     blank = states_for(1, seed=0)
     with World(cluster1) as world:

@@ -81,7 +81,7 @@ def test_names_that_paths_and_urls_can_carry(name):
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_other_names_are_refused_with_a_hint(name):
-    with pytest.raises(InvalidConfig, match="node .* is not a usable name") as caught:
+    with pytest.raises(InvalidConfig, match=r"node .* is not a usable name") as caught:
         check_name("node", name)
     assert "1 to 64 letters" in caught.value.hint
     assert caught.value.hint in str(caught.value)

@@ -163,9 +163,12 @@ def test_spellings_of_a_code(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    ["", "8", "8+", "+2", "8+2+1", "8:2", "8,2", "(8, 2)", "-8+2", "8.0+2", "AUTO", "x" * 10_000]
-    + ["9" * 5000 + "+2", "\u0668+2", (8,), (8, 2, 1), ("8", "2"), (8.0, 2), (True, 2), (None, 2)]
-    + [8, None, 8.2, {8, 2}, {8: 2}, b"8+2", object()],
+    [
+        *("", "8", "8+", "+2", "8+2+1", "8:2", "8,2", "(8, 2)", "-8+2", "8.0+2", "AUTO"),
+        *("9" * 5000 + "+2", "x" * 10_000, "\u0668+2"),
+        *((8,), (8, 2, 1), ("8", "2"), (8.0, 2), (True, 2), (None, 2)),
+        *(8, None, 8.2, {8, 2}, {8: 2}, b"8+2", object()),
+    ],
 )
 def test_what_is_no_code_is_refused_with_the_spellings(spec):
     with pytest.raises(InvalidCode, match="is not understood") as caught:
@@ -173,18 +176,18 @@ def test_what_is_no_code_is_refused_with_the_spellings(spec):
     assert '"8+2" or (8, 2)' in str(caught.value)
 
 
-@pytest.mark.parametrize("k, m", [(0, 2), (-1, 2), (8, -1), (255, 2), (256, 1), (1, 256), (0, 0)])
+@pytest.mark.parametrize(("k", "m"), [(0, 2), (-1, 2), (8, -1), (255, 2), (256, 1), (1, 256), (0, 0)])
 def test_codes_beyond_the_field_are_refused_with_the_numbers(k, m):
     with pytest.raises(InvalidCode, match=rf"k={k} and m={m} cannot be used .*k \+ m <= 256"):
         parse_code((k, m), 1000)
 
 
-@pytest.mark.parametrize("k, m", [(256, 0), (255, 1), (1, 255), (1, 0)])
+@pytest.mark.parametrize(("k", "m"), [(256, 0), (255, 1), (1, 255), (1, 0)])
 def test_codes_at_the_edge_of_the_field(k, m):
     assert parse_code((k, m), k + m + 1) == Code(k, m, holders=k + m)
 
 
-@pytest.mark.parametrize("k, m", list(product((1, 2, 8), (0, 1, 3))))
+@pytest.mark.parametrize(("k", "m"), list(product((1, 2, 8), (0, 1, 3))))
 def test_a_code_needs_its_holders_and_the_home(k, m):
     assert parse_code((k, m), k + m + 1).holders == k + m
     with pytest.raises(TooFewNodes, match=f"needs {k + m + 1} nodes .* are {k + m}") as caught:

@@ -302,7 +302,7 @@ def test_a_generation_is_committed_or_given_up_never_both(seed):
 def test_a_handle_tells_how_far_it_is():
     handle = SaveHandle(GEN, 10)
     assert repr(handle) == "<SaveHandle step 10: staging>"
-    assert not (handle.staged or handle.protected or handle.committed or handle.done)
+    assert not any((handle.staged, handle.protected, handle.committed, handle.done))
     assert handle.wait(0.01) is False
     handle.mark_staged()
     assert (handle.staged, repr(handle)) == (True, "<SaveHandle step 10: staged>")

@@ -93,9 +93,9 @@ def test_a_message_arrives_as_it_was_sent(kind):
 
 
 def test_a_whole_number_will_do_for_a_float():
-    progress = {"state": "x", "held": 1, "problems": [], "committed": False}
-    message = wire.unpack(wire.Progress, msgpack.packb(progress | {"encode_s": 2, "protected_s": 0}))
-    assert (message.encode_s, type(message.encode_s)) == (2.0, float)
+    body = msgpack.packb(EXAMPLES[wire.Progress] | {"encode_s": 2})
+    found = wire.unpack(wire.Progress, body).encode_s
+    assert (found, type(found)) == (2.0, float)
 
 
 # -- fields ---------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ anything = st.recursive(
 
 
 def refused(kind, body):
+    """Whether it is; what is no garbage by chance must survive another round trip."""
     try:
         message = wire.unpack(kind, body)
-    except InvalidMessage as error:
-        assert len(str(error)) < 2000
+    except InvalidMessage:
         return True
     return wire.unpack(kind, wire.pack(message)) == message
 
@@ -228,9 +228,9 @@ def test_truncated_messages_are_refused(kind, data):
 )
 def test_bytes_made_to_hurt_are_refused(body):
     for kind in (wire.Commit, wire.Done, Inventory):
-        assert refused(kind, body)
-        with pytest.raises(InvalidMessage):
+        with pytest.raises(InvalidMessage) as caught:
             wire.unpack(kind, body)
+        assert len(str(caught.value)) < 1000
 
 
 def test_a_message_beyond_the_limit_is_not_even_read():

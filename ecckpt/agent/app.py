@@ -12,7 +12,17 @@ from typing import Any
 
 from ecckpt import wire
 from ecckpt.agent.node import Agent
-from ecckpt.errors import EcckptError, Fenced, InvalidMessage, NotHeld, facts
+from ecckpt.errors import (
+    EcckptError,
+    Fenced,
+    InvalidConfig,
+    InvalidMessage,
+    MemoryBudgetTooSmall,
+    NotHeld,
+    RequestRefused,
+    TmpfsFull,
+    facts,
+)
 from ecckpt.generation import Generation, ShardId
 
 _log = logging.getLogger(__name__)
@@ -29,11 +39,22 @@ _REASONS = {
     401: "Unauthorized",
     403: "Forbidden",
     404: "Not Found",
+    405: "Method Not Allowed",
     409: "Conflict",
     413: "Content Too Large",
     416: "Range Not Satisfiable",
     500: "Internal Server Error",
+    503: "Service Unavailable",
+    507: "Insufficient Storage",
 }
+_STATUSES: tuple[tuple[type[Exception], int], ...] = (
+    (NotHeld, 404),
+    (Fenced, 409),
+    (InvalidMessage, 400),
+    (InvalidConfig, 400),
+    (MemoryBudgetTooSmall, 507),
+    (TmpfsFull, 507),
+)
 _SEND_BYTES = 1 << 20
 
 Environ = Mapping[str, Any]
@@ -113,7 +134,11 @@ class Application:
 
     def _post(self, environ: Environ, *, local: bool) -> Reply:
         path = environ["PATH_INFO"]
-        if path == "/v1/shutdown" and local:
+        if environ["REQUEST_METHOD"] != "POST":
+            raise Refused(405, f"{environ['REQUEST_METHOD']} {path}: only GET and POST")
+        if path == "/v1/shutdown":
+            if not local:
+                raise Refused(403, "shutdown is for this node, over the Unix socket")
             self._stop()
             return _message(wire.Done())
         match = _RUN.fullmatch(path)
@@ -123,7 +148,10 @@ class Application:
             raise Refused(404, f"no {environ['REQUEST_METHOD']} {path}")
         if verb in self._local_verbs and not local:
             raise Refused(403, f"{verb} is for this node's own ranks, over the Unix socket")
-        return _message(act(wire.unpack(kind, _body(environ))))
+        message: object = wire.unpack(kind, _body(environ))
+        if match is None or wire.run_of(message) != match["run"]:
+            raise Refused(400, f"the message is about run {wire.run_of(message)!r}, not {path}")
+        return _message(act(message))
 
     def _send(
         self, match: re.Match[str], environ: Environ, start_response: Callable[..., Any]
@@ -183,15 +211,9 @@ def _message(message: object) -> Reply:
 
 
 def _refusal(error: Exception) -> Reply:
-    status = 500
-    if isinstance(error, Refused):
+    status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+    if isinstance(error, (Refused, RequestRefused)):
         status = error.status
-    elif isinstance(error, NotHeld):
-        status = 404
-    elif isinstance(error, Fenced):
-        status = 409
-    elif isinstance(error, InvalidMessage):
-        status = 400
     numbers = facts(error) if isinstance(error, EcckptError) else {}
     refusal = wire.Refusal(type(error).__name__, str(error), numbers)
     return status, "application/msgpack", wire.pack(refusal)

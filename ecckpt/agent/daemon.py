@@ -22,11 +22,13 @@ from ecckpt.agent.app import Application
 from ecckpt.agent.node import Agent
 from ecckpt.errors import AgentMismatch, InvalidConfig
 from ecckpt.generation import check_name
+from ecckpt.tiers.memory import private_folder
 from ecckpt.transport.http import split_address
 
 SOCKET_NAME = "agent.sock"
 
-_THREADS = 32
+# Idle ones do not exist; restores of local ranks may occupy a good part of them (node.py).
+_THREADS = 64
 _PEER_TIMEOUT_MS = 10_000
 _SOCKET_PATH_LIMIT = 107
 
@@ -69,7 +71,7 @@ def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) ->
         raise InvalidConfig(
             f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
         )
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder(root)
     lock = _lock(root)
     peers, local = _bind_peers(root, host, port), _bind_unix(path)
     bound_host, bound_port = peers.getsockname()[:2]

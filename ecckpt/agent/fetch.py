@@ -18,7 +18,7 @@ from ecckpt import wire
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.protect import data_views, parity_views
 from ecckpt.agent.shelf import Shelf
-from ecckpt.client import AgentClient
+from ecckpt.client import peer_client
 from ecckpt.codec import Codec
 from ecckpt.errors import CorruptFragment, EcckptError, TooFewFragments
 from ecckpt.fragment import SUPERBLOCK_BYTES, Header
@@ -59,6 +59,30 @@ def fetch_shard(shelf: Shelf, message: wire.Fetch, *, token: str) -> wire.Fetche
     deadline_s = time.monotonic() + message.timeout_s
     table = _find_table(message, token)
     region = _allocate(shelf, message, header.file_bytes)
+    try:
+        gathering, rebuilt = _fill(
+            shelf, message, region, table, deadline_s=deadline_s, token=token
+        )
+    except BaseException:
+        shelf.tier.recycle(run, region)
+        raise
+    entry = Entry(header, region, None)
+    shelf.seal(entry, table)
+    shelf.put(entry)
+    return wire.Fetched(slot_of(entry), gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+
+
+def _fill(
+    shelf: Shelf,
+    message: wire.Fetch,
+    region: Region,
+    table: np.ndarray,
+    *,
+    deadline_s: float,
+    token: str,
+) -> tuple[_Gathering, int]:
+    """Gather and rebuild the shard in its region, with parity in one of its own meanwhile."""
+    header = message.header
     parity = _allocate(shelf, message, header.m * header.fragment_bytes) if header.m else None
     gathering = _Gathering(
         header,
@@ -70,17 +94,10 @@ def fetch_shard(shelf: Shelf, message: wire.Fetch, *, token: str) -> wire.Fetche
     )
     try:
         _gather(gathering, token)
-        rebuilt = _rebuild(gathering)
-    except BaseException:
-        shelf.tier.recycle(run, region)
-        raise
+        return gathering, _rebuild(gathering)
     finally:
         if parity is not None:
-            shelf.tier.recycle(run, parity)
-    entry = Entry(header, region, None)
-    shelf.seal(entry, table)
-    shelf.put(entry)
-    return wire.Fetched(slot_of(entry), gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+            shelf.tier.recycle(header.shard.run, parity)
 
 
 def slot_of(entry: Entry) -> wire.Slot:
@@ -105,7 +122,7 @@ def _find_table(message: wire.Fetch, token: str) -> np.ndarray:
     addresses = dict.fromkeys(a for sources in message.sources for a in sources.addresses)
     for address in addresses:
         try:
-            return AgentClient(address, token).table(message.header)
+            return peer_client(address, token).table(message.header)
         except (EcckptError, OSError) as error:
             problems.append(str(error))
     raise TooFewFragments(
@@ -136,7 +153,7 @@ def _pull_fragment(gathering: _Gathering, index: int, token: str) -> None:
     """Try one more source of a fragment, for those of its blocks that are not proven yet."""
     header = gathering.header
     address = gathering.untried[index].pop(0)
-    client = AgentClient(address, token)
+    client = peer_client(address, token)
     try:
         for rows in _spans(~gathering.good[index]):
             span = slice(header.block(rows.start).start, header.block(rows.stop - 1).stop)

@@ -10,10 +10,10 @@ import numpy as np
 from ecckpt import wire
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.shelf import Shelf
-from ecckpt.client import AgentClient
+from ecckpt.client import peer_client
 from ecckpt.codec import Codec
-from ecckpt.errors import CorruptFragment, EcckptError, RequestRefused
-from ecckpt.fragment import SUPERBLOCK_BYTES, Header, parse_table
+from ecckpt.errors import CorruptFragment, EcckptError, InvalidMessage, RequestRefused
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, parse_table
 from ecckpt.tiers.memory import Region
 
 _log = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class Holder:
     def start(self, message: wire.Hold) -> None:
         """Queue the work; ``Held`` goes to the source when it is done."""
         header = message.header
+        if header.index == HOME:
+            raise InvalidMessage("a home copy is fetched, not held")
         self._shelf.admit(header.shard.run, message.writer)
         table = parse_table(message.table, header, f"table of {header.shard}")
         with self._shelf.changed:
@@ -60,7 +62,7 @@ class Holder:
             self._queued -= 1
         answer = wire.Held(shard, index, self._shelf.node, problem)
         try:
-            AgentClient(message.source, self._token, timeout_s=_ANSWER_TIMEOUT_S).held(answer)
+            peer_client(message.source, self._token, timeout_s=_ANSWER_TIMEOUT_S).held(answer)
         except (EcckptError, OSError) as error:
             _log.warning("could not tell %s that fragment %d is held: %s", shard, index, error)
 
@@ -90,7 +92,7 @@ class Holder:
 
     def _pull(self, message: wire.Hold, header: Header, region: Region, table: np.ndarray) -> None:
         view = region.view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.fragment_bytes]
-        client = AgentClient(message.source, self._token)
+        client = peer_client(message.source, self._token)
         codec = Codec(header.k, header.m)
         bad: list[tuple[int, int]] = []
         for _ in range(2):  # a flipped bit on the way deserves a second try, not a third

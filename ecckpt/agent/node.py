@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from ecckpt.agent.hold import Holder
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.protect import Protector
 from ecckpt.agent.shelf import Shelf, steady_bytes
-from ecckpt.errors import InvalidMessage, MemoryBudgetTooSmall
+from ecckpt.errors import InvalidMessage, MemoryBudgetTooSmall, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 from ecckpt.generation import ShardId
 from ecckpt.recovery import Inventory
+
+_FETCHES = 32
 
 
 class Agent:
@@ -28,6 +31,7 @@ class Agent:
     def __init__(self, root: Path, *, node: str, domain: str, address: str, token: str) -> None:
         self.shelf = Shelf(root, node=node)
         self._token = token
+        self._fetching = threading.BoundedSemaphore(_FETCHES)
         self._protector = Protector(self.shelf, address=address, token=token)
         self._holder = Holder(self.shelf, token=token)
         self.info = wire.NodeInfo(
@@ -44,7 +48,7 @@ class Agent:
     def inventory(self, run: str) -> Inventory:
         """Everything complete that this node has of a run."""
         with self.shelf.changed:
-            return self.shelf.ledger(run).inventory(self.info.node)
+            return self.shelf.look(run).inventory(self.info.node)
 
     def reserve(self, message: wire.Reserve) -> wire.Slot:
         """A slot for a new shard of a rank on this node."""
@@ -109,8 +113,17 @@ class Agent:
         return wire.Done()
 
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
-        """Bring a shard here."""
-        return fetch_shard(self.shelf, message, token=self._token)
+        """Bring a shard here.
+
+        Fetching keeps a server thread until it is done; it may never keep so many that none is
+        left to serve the peers that fetch from here.
+        """
+        if not self._fetching.acquire(blocking=False):
+            raise RequestRefused(self.info.node, 503, f"{_FETCHES} shards are being fetched")
+        try:
+            return fetch_shard(self.shelf, message, token=self._token)
+        finally:
+            self._fetching.release()
 
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:
         """File, offset and length of the safetensors file within a home copy."""

@@ -19,7 +19,7 @@ import numpy as np
 from ecckpt import wire
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.shelf import Shelf
-from ecckpt.client import AgentClient
+from ecckpt.client import peer_client
 from ecckpt.codec import Codec
 from ecckpt.errors import CorruptFragment, EcckptError
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
@@ -33,6 +33,7 @@ _POST_TIMEOUT_S = 5.0
 _GRACE_LEAST_S = 1.0
 _GRACE_FACTOR = 3.0
 _KEPT_JOBS = 256
+_ENDED = ("protected", "failed")
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +64,9 @@ class Protector:
         """Begin (or begin again, for the fragments it names) and return."""
         self._shelf.admit(message.shard.run, message.writer)
         with self._shelf.pinned(message.shard, HOME), self._shelf.changed:
-            while len(self._jobs) >= _KEPT_JOBS:
-                self._jobs.pop(next(iter(self._jobs)))
+            ended = [each for each, job in self._jobs.items() if job.state in _ENDED]
+            for shard in ended[: max(0, len(self._jobs) - _KEPT_JOBS)]:
+                del self._jobs[shard]
             self._jobs[message.shard] = Job()
         self._pool.submit(self._run, message, self._jobs[message.shard])
 
@@ -88,7 +90,7 @@ class Protector:
                 self._answer(job, message.index, message.node, message.problem)
 
     def _snapshot(self, shard: ShardId) -> wire.Progress:
-        ledger = self._shelf.ledger(shard.run)
+        ledger = self._shelf.look(shard.run)
         committed = ledger.committed is not None and ledger.committed >= shard.generation
         job = self._jobs.get(shard)
         if job is None:
@@ -193,7 +195,7 @@ class Protector:
             discard=message.discard,
         )
         try:
-            client = AgentClient(target.address, self._token, timeout_s=_POST_TIMEOUT_S)
+            client = peer_client(target.address, self._token, timeout_s=_POST_TIMEOUT_S)
             client.hold(request)
         except (EcckptError, OSError) as error:
             with self._shelf.changed:

@@ -66,6 +66,10 @@ class Shelf:
             self._ledgers[run] = Ledger(run, rejected=self._rejected)
         return self._ledgers[run]
 
+    def look(self, run: str) -> Ledger:
+        """The run's ledger to read, under ``changed``: an empty one if the run is not known."""
+        return self._ledgers.get(run) or Ledger(run, rejected=self._rejected)
+
     def admit(self, run: str, writer: int) -> None:
         """Let a writer of that timeline in, or raise ``Fenced``; remembers the newest one."""
         with self.changed:
@@ -91,7 +95,7 @@ class Shelf:
             self.changed.notify_all()
 
     def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> None:
-        """Let go what a rank's writer gave up, and slots it never finished."""
+        """Let go what a rank's writer gave up."""
         with self.changed:
             ledger = self.ledger(run)
             self._retire(ledger.given_up(rank, set(generations)))
@@ -139,7 +143,7 @@ class Shelf:
     def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
         """The entry, kept from being recycled while in use; ``NotHeld`` if there is none."""
         with self.changed:
-            entry = self.ledger(shard.run).find(shard, index)
+            entry = self.look(shard.run).find(shard, index)
             if entry is None:
                 raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
             entry.pins += 1
@@ -154,7 +158,7 @@ class Shelf:
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which anything sealed is here."""
         with self.changed:
-            for (found, _), entry in self.ledger(shard.run).entries.items():
+            for (found, _), entry in self.look(shard.run).entries.items():
                 if found == shard and entry.table is not None:
                     return pack_table(entry.table)
         raise NotHeld(f"node {self.node} has nothing of {shard}")
@@ -162,7 +166,7 @@ class Shelf:
     def locate(self, shard: ShardId, index: int) -> tuple[Path, int, int]:
         """File, offset and length of a fragment's payload, also where it is part of a home copy."""
         with self.changed:
-            ledger = self.ledger(shard.run)
+            ledger = self.look(shard.run)
             entry = ledger.find(shard, index)
             if entry is not None and entry.table is not None:
                 return entry.region.path, SUPERBLOCK_BYTES, entry.header.fragment_bytes
@@ -249,6 +253,7 @@ class Shelf:
             table = parse_table(file.read(header.trailer_bytes), header, path.name)
         ledger = self.ledger(header.shard.run)
         entry = Entry(header, self.tier.adopt(ledger.run, path), table)
+        ledger.fence = max(ledger.fence, header.shard.generation.timeline)
         if ledger.committed is not None and header.shard.generation < ledger.committed:
             self._free(entry)
         else:

@@ -11,13 +11,14 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.errors import MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
 
 _MADV_POPULATE_WRITE = 23
@@ -57,8 +58,8 @@ class MemoryTier:
 
     def default_budget_bytes(self) -> int:
         """Half of the tmpfs: what a run may use unless told otherwise."""
-        stat = os.statvfs(self._folder)
-        return stat.f_frsize * stat.f_blocks // 2
+        size = os.statvfs(self._folder)
+        return size.f_frsize * size.f_blocks // 2
 
     def used_bytes(self, run: str) -> int:
         """Bytes of the run's regions, spare ones included."""
@@ -80,7 +81,7 @@ class MemoryTier:
                 self._used_bytes[run] += size_bytes
         if region is None:
             try:
-                region = self._create(size_bytes)
+                region = self._create_at_any_price(size_bytes)
             except BaseException:
                 with self._lock:
                     self._used_bytes[run] -= size_bytes
@@ -134,14 +135,28 @@ class MemoryTier:
             region.path.unlink(missing_ok=True)
             self._used_bytes[run] -= region.size_bytes
 
+    def _create_at_any_price(self, size_bytes: int) -> Region:
+        """A new region; where the tmpfs is full of spare ones, of any run, they go first."""
+        try:
+            return self._create(size_bytes)
+        except TmpfsFull:
+            with self._lock:
+                spares = [(run, spare) for run, kept in self._spare.items() for spare in kept]
+                self._spare.clear()
+            for run, spare in spares:
+                self.discard(run, spare)
+            if not spares:
+                raise
+            return self._create(size_bytes)
+
+    def _free_bytes(self) -> int:
+        size = os.statvfs(self._folder)
+        return size.f_frsize * size.f_bavail
+
     def _create(self, size_bytes: int) -> Region:
-        stat = os.statvfs(self._folder)
-        if stat.f_blocks and stat.f_frsize * stat.f_bavail < size_bytes:
-            raise TmpfsFull(
-                str(self._folder),
-                need_bytes=size_bytes,
-                free_bytes=stat.f_frsize * stat.f_bavail,
-            )
+        free_bytes = self._free_bytes()
+        if free_bytes < size_bytes:
+            raise TmpfsFull(str(self._folder), need_bytes=size_bytes, free_bytes=free_bytes)
         path = self._folder / f"{secrets.token_hex(8)}.region"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -151,15 +166,30 @@ class MemoryTier:
             path.unlink()
             if error.errno != errno.ENOSPC:
                 raise
-            free_bytes = stat.f_frsize * os.statvfs(self._folder).f_bavail
             raise TmpfsFull(
-                str(self._folder), need_bytes=size_bytes, free_bytes=free_bytes
+                str(self._folder), need_bytes=size_bytes, free_bytes=self._free_bytes()
             ) from error
         finally:
             os.close(descriptor)
         region = _map(path, size_bytes)
         _fault_in(region)
         return region
+
+
+def private_folder(path: Path) -> Path:
+    """Make ``path`` if it is not there, and be sure that nobody else can reach into it.
+
+    /dev/shm is open to all: whoever made the folder first could otherwise read, or be, the agent.
+    Raises ``InvalidConfig`` if it is another user's, a link, or open to others.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise InvalidConfig(
+            f"{path} is not private: owner {status.st_uid}, mode {status.st_mode & 0o7777:o}",
+            hint="remove it, chmod 700 it, or give another --root",
+        )
+    return path
 
 
 def void(region: Region) -> None:

@@ -176,7 +176,9 @@ def pull(
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
         response = exchange.send("GET", path, span=(offset, offset + len(target)))
         length = _length(response)
-        if response.status not in (200, 206) or length != len(target):
+        if response.status not in (200, 206):
+            raise RequestRefused(address, response.status, f"GET {path}: {response.reason}")
+        if length != len(target):
             raise RequestRefused(
                 address, response.status, f"GET {path}: {length} bytes for {len(target)} wanted"
             )

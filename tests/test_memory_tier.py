@@ -1,0 +1,284 @@
+"""The memory tier on real tmpfs: reserved up front, bounded, recycled, never a SIGBUS."""
+
+import os
+import resource
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecckpt.errors import MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.tiers.memory import MemoryTier, void
+
+PAGE = 4096
+MIB = 1 << 20
+BUDGET = 64 * MIB
+
+
+@pytest.fixture
+def root():
+    with tempfile.TemporaryDirectory(prefix="ecckpt-tier-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def tier(root):
+    return MemoryTier(root, node="n1")
+
+
+@pytest.fixture
+def small_root(tmp_path):
+    """A tmpfs of 16 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "ecckpt-test", str(tmp_path)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def take(tier, size_bytes, *, run="test", budget_bytes=BUDGET):
+    return tier.allocate(run, size_bytes, budget_bytes=budget_bytes, what="a slot")
+
+
+def files(root):
+    return sorted(path.name for path in (root / "regions").iterdir())
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count(".region")
+
+
+# -- reserving ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size_bytes", [1, PAGE - 1, PAGE, PAGE + 1, MIB, 3 * MIB + 5])
+def test_a_region_is_whole_pages_of_real_memory(tier, size_bytes):
+    region = take(tier, size_bytes)
+    whole = -(-size_bytes // PAGE) * PAGE
+    stat = region.path.stat()
+    assert region.size_bytes == len(region.view) == stat.st_size == whole
+    assert stat.st_blocks * 512 >= whole  # reserved, not sparse
+    assert tier.used_bytes("test") == whole
+    assert stat.st_mode & 0o777 == 0o600
+
+
+def test_a_new_region_is_void(tier):
+    assert bytes(take(tier, MIB).view[:SUPERBLOCK_BYTES]) == bytes(SUPERBLOCK_BYTES)
+
+
+def test_writing_a_new_region_faults_no_page_in(tier):
+    region = take(tier, 16 * MIB)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    region.view[:] = bytes(1) * len(region.view)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    source_pages = 16 * MIB // PAGE
+    assert faults < source_pages + 500  # the source's own pages; the region's would be as many
+
+
+def test_what_is_written_is_in_the_file(tier):
+    region = take(tier, 2 * PAGE)
+    region.view[5000:5003] = b"abc"
+    assert region.path.read_bytes()[5000:5003] == b"abc"
+
+
+# -- full -----------------------------------------------------------------------------------------
+
+
+def test_a_full_tmpfs_is_an_error_with_both_numbers(small_root):
+    tier = MemoryTier(small_root, node="n1")
+    kept = take(tier, 10 * MIB)
+    with pytest.raises(TmpfsFull, match="8,388,608 bytes wanted") as caught:
+        take(tier, 8 * MIB)
+    assert caught.value.need_bytes == 8 * MIB
+    assert 5 * MIB < caught.value.free_bytes <= 6 * MIB
+    assert "--shm-size" in str(caught.value)
+    assert files(small_root) == [kept.path.name]
+    assert tier.used_bytes("test") == 10 * MIB
+    kept.view[:] = b"\1" * len(kept.view)
+    take(tier, 5 * MIB).view[:] = b"\2" * (5 * MIB)
+
+
+def test_a_tmpfs_filled_by_somebody_else_costs_nobody_anything(small_root):
+    tier = MemoryTier(small_root, node="n1")
+    kept = take(tier, 4 * MIB)
+    with pytest.raises(OSError, match="No space left"):
+        (small_root / "stranger").write_bytes(bytes(16 * MIB))
+    with pytest.raises(TmpfsFull) as caught:
+        take(tier, MIB)
+    assert (caught.value.need_bytes, caught.value.free_bytes) == (MIB, 0)
+    kept.view[:] = b"\1" * len(kept.view)  # would be a SIGBUS in a sparse file
+    tier.recycle("test", kept)
+    assert take(tier, 4 * MIB) is kept
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 40, 1 << 62])
+def test_absurd_sizes_are_refused(tier, size_bytes):
+    with pytest.raises(TmpfsFull) as caught:
+        take(tier, size_bytes, budget_bytes=1 << 63)
+    assert caught.value.need_bytes == size_bytes
+    assert tier.used_bytes("test") == 0
+
+
+# -- budget ---------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_kept_with_both_numbers(tier, root):
+    kept = take(tier, 3 * MIB, budget_bytes=4 * MIB)
+    with pytest.raises(MemoryBudgetTooSmall, match="node n1: a slot needs 5,242,880") as caught:
+        take(tier, 2 * MIB, budget_bytes=4 * MIB)
+    assert (caught.value.need_bytes, caught.value.have_bytes) == (5 * MIB, 4 * MIB)
+    assert files(root) == [kept.path.name]
+    assert tier.used_bytes("test") == 3 * MIB
+    take(tier, MIB, budget_bytes=4 * MIB)
+
+
+def test_budgets_are_per_run(tier):
+    take(tier, 3 * MIB, run="a", budget_bytes=4 * MIB)
+    take(tier, 3 * MIB, run="b", budget_bytes=4 * MIB)
+    assert tier.used_bytes("a") == tier.used_bytes("b") == 3 * MIB
+
+
+def test_spare_regions_go_when_the_budget_needs_them(tier, root):
+    first, second = take(tier, MIB), take(tier, 2 * MIB)
+    tier.recycle("test", first)
+    tier.recycle("test", second)
+    assert tier.used_bytes("test") == 3 * MIB
+    big = take(tier, 6 * MIB, budget_bytes=8 * MIB)
+    assert files(root) == sorted([second.path.name, big.path.name])
+    assert tier.used_bytes("test") == 8 * MIB
+    bigger = take(tier, 2 * MIB + PAGE, budget_bytes=9 * MIB)
+    assert files(root) == sorted([big.path.name, bigger.path.name])
+
+
+def test_the_default_budget_is_half_of_the_tmpfs(small_root):
+    assert MemoryTier(small_root, node="n1").default_budget_bytes() == 8 * MIB
+
+
+# -- recycling ------------------------------------------------------------------------------------
+
+
+def test_a_recycled_region_comes_back_as_it_is_but_void(tier):
+    region = take(tier, 4 * MIB)
+    inode, name = region.path.stat().st_ino, region.name
+    region.view[:] = b"x" * len(region.view)
+    tier.recycle("test", region)
+    assert region.path.read_bytes()[:SUPERBLOCK_BYTES] == bytes(SUPERBLOCK_BYTES)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    again = take(tier, 4 * MIB - 100)
+    again.view[SUPERBLOCK_BYTES:] = again.view[SUPERBLOCK_BYTES:]
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert again is region
+    assert (again.path.stat().st_ino, again.name) == (inode, name)
+    assert faults < 200
+    assert tier.used_bytes("test") == 4 * MIB
+
+
+def test_the_closest_fit_is_taken(tier):
+    large, small = take(tier, 5 * MIB), take(tier, 4 * MIB)
+    for region in (large, small):
+        tier.recycle("test", region)
+    assert take(tier, 4 * MIB) is small
+    assert take(tier, 4 * MIB) is large
+
+
+def test_a_region_is_not_wasted_on_something_much_smaller(tier):
+    large = take(tier, 16 * MIB)
+    tier.recycle("test", large)
+    assert take(tier, MIB) is not large
+    assert take(tier, 15 * MIB) is large
+
+
+def test_a_recycled_region_stays_with_its_run(tier):
+    region = take(tier, MIB, run="a")
+    tier.recycle("a", region)
+    assert take(tier, MIB, run="b") is not region
+    assert take(tier, MIB, run="a") is region
+
+
+def test_a_discarded_region_never_comes_back(tier, root):
+    region = take(tier, MIB)
+    tier.discard("test", region)
+    assert files(root) == []
+    assert tier.used_bytes("test") == 0
+    region.view[:] = b"x" * MIB  # whoever still has it mapped may write to it
+    assert take(tier, MIB) is not region
+
+
+def test_void_leaves_no_superblock(tier):
+    region = take(tier, 2 * PAGE)
+    region.view[:] = b"x" * (2 * PAGE)
+    void(region)
+    assert bytes(region.view) == bytes(PAGE) + b"x" * PAGE
+
+
+def test_two_hundred_rounds_grow_nothing(tier, root):
+    def once():
+        regions = [take(tier, size) for size in (MIB, MIB, 300_000)]
+        for region in regions:
+            tier.recycle("test", region)
+
+    once()
+    before = (open_files(), mappings(), files(root), tier.used_bytes("test"))
+    for _ in range(200):
+        once()
+    assert (open_files(), mappings(), files(root), tier.used_bytes("test")) == before
+
+
+def test_regions_given_back_leave_no_mapping(tier):
+    before = (open_files(), mappings())
+    for size in range(1, 101):
+        region = take(tier, size * 3 * PAGE, budget_bytes=2 * MIB)
+        tier.recycle("test", region)
+        del region
+    kept = len(tier._spare["test"])
+    assert (open_files(), mappings()) == (before[0] + kept, before[1] + kept)
+
+
+# -- what an earlier agent left -------------------------------------------------------------------
+
+
+def test_regions_are_found_and_taken_over(tier, root):
+    region = take(tier, MIB)
+    region.view[:] = b"x" * MIB
+    (root / "regions" / "notes.txt").write_text("not a region")
+    later = MemoryTier(root, node="n1")
+    assert list(later.found()) == [region.path]
+    adopted = later.adopt("test", region.path)
+    assert adopted.view == region.view
+    assert (adopted.name, later.used_bytes("test")) == (region.name, MIB)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("tfdr"), st.integers(1, 40), st.integers(0, 99)), max_size=25
+    )
+)
+def test_whatever_happens_a_run_stays_within_its_budget(acts):
+    with tempfile.TemporaryDirectory(prefix="ecckpt-tier-", dir="/dev/shm") as folder:
+        root = Path(folder)
+        tier, taken, budget_bytes = MemoryTier(root, node="n1"), [], 64 * PAGE
+        for act, pages, which in acts:
+            if act == "t":
+                try:
+                    taken.append(take(tier, pages * PAGE, budget_bytes=budget_bytes))
+                except MemoryBudgetTooSmall:
+                    in_use = sum(region.size_bytes for region in taken)
+                    assert in_use + pages * PAGE > budget_bytes
+            elif taken:
+                region = taken.pop(which % len(taken))
+                (tier.recycle if act == "r" else tier.discard)("test", region)
+            sizes = [path.stat().st_size for path in (root / "regions").iterdir()]
+            assert tier.used_bytes("test") == sum(sizes) <= budget_bytes
+            assert len({region.path for region in taken}) == len(taken)
