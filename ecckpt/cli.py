@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EcckptError as error:
         print(f"ecckpt: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return status
 
 

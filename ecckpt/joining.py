@@ -67,7 +67,7 @@ def join(
     if meeting.rank == 0:
         level = logging.INFO if code.holders else logging.WARNING
         _log.log(
-            level, "run %s on %d nodes: %s", config.run, len(roster.nodes), placement.promise()
+            level, "run %s, %d node(s): %s", config.run, len(roster.nodes), placement.promise()
         )
     cluster = Cluster(
         run=config.run,

@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ecckpt import wire
@@ -27,7 +26,6 @@ _log = logging.getLogger(__name__)
 _POISON = 1 << 40
 _WATCH_S = 1.0
 _COMMIT_TIMEOUT_S = 2.0
-_PARALLEL_COMMITS = 8
 
 
 class SaveHandle:
@@ -208,10 +206,13 @@ class Watcher:
         return self._agent.watch(message)
 
     def _commit(self, following: Following) -> None:
-        """Tell every agent. One that misses it learns it from its own ranks, or the next commit."""
-        shard = following.shard
-        with ThreadPoolExecutor(_PARALLEL_COMMITS, thread_name_prefix="ecckpt-commit") as pool:
-            list(pool.map(lambda peer: _tell(peer, shard), self._peers))
+        """Tell every agent, this node's first.
+
+        One that misses it learns it from its own ranks or from the next commit, so the others
+        need not wait for it. One after another: a program that is ending can start no threads.
+        """
+        for peer in (self._agent, *self._peers):
+            _tell(peer, following.shard)
 
     def _fail(self, following: Following, error: EcckptError) -> None:
         if following.counted and not self._give_up(following.shard):

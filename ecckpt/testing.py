@@ -147,7 +147,7 @@ class LocalCluster:
 
     def _end(self, node: str) -> None:
         process = self._processes.pop(node)
-        workers = _children(process.pid)
+        workers = children(process.pid)
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -161,12 +161,13 @@ def await_end(pids: Iterable[int], *, timeout_s: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:  # it has ended already
-        return []
-    return [int(child) for child in text.split()]
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended already
+            found += [int(child) for child in path.read_text().split()]
+    return found
 
 
 def _runs(pid: int) -> bool:

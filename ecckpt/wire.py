@@ -221,7 +221,7 @@ def version_of(body: bytes) -> int:
     try:
         fields = msgpack.unpackb(body)
         return int(fields["protocol_version"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise InvalidMessage(f"NodeInfo: no protocol version: {error!r}") from error
 
 

@@ -202,6 +202,19 @@ def test_a_fragment_of_another_format_version_is_left_alone_and_named(
     assert path.exists()
     (why,) = cluster1.client("n0").inventory("test").rejected.values()
     assert "format version 2, this ecckpt knows 1" in why
+    # Something was there: this is no first start, and nobody trains from scratch by accident.
+    with World(cluster1) as world, pytest.raises(errors.NothingToRestore, match="version 2"):
+        world.restore([state])
+
+
+def test_a_folder_that_others_can_reach_into(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(errors.AgentUnreachable, match=r"not private.*mode 755.*chmod 700"):
+        ecckpt.Checkpointer("test", root=tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to("/dev/shm")
+    with pytest.raises(errors.AgentUnreachable, match="not private"):
+        ecckpt.Checkpointer("test", root=link)
 
 
 # -- damaged bytes --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from ecckpt.errors import (
 )
 from ecckpt.transport import http
 
-TIMEOUT_S = 0.4
+TIMEOUT_S = 0.3
 PATIENCE_S = 5.0
 
 
@@ -34,7 +35,7 @@ class Peer:
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(str(path) if path else ("127.0.0.1", 0))
         self._listener.listen(8)
-        self._listener.settimeout(0.05)
+        self._listener.settimeout(0.02)
         port = None if path else self._listener.getsockname()[1]
         self.address = f"unix:{path}" if path else f"127.0.0.1:{port}"
         self._thread = threading.Thread(target=self._serve)
@@ -197,7 +198,7 @@ def test_a_slow_peer_is_cut_off_like_a_silent_one(call, act):
     with Peer(act) as peer:
         error = fails(call, peer.address)
     assert isinstance(error, AgentUnreachable)
-    assert "no answer within 0.4 s" in str(error)
+    assert "no answer within 0.3 s" in str(error)
     assert error.address == peer.address
 
 
@@ -247,11 +248,13 @@ def test_what_is_no_http_is_unreachable(call, answer):
 @both_calls
 @pytest.mark.parametrize(
     "length",
-    [None, "", "-1", "-5", "abc", "1e3", "0x10", "1_0", "\u0661", 1 << 40, (1 << 63) - 1]
-    + [1 << 63, 1 << 64, "9" * 5000],
+    [
+        *(None, "", "-1", "-5", "abc", "1e3", "0x10", "1_0", "\u0661"),
+        *(1 << 40, (1 << 63) - 1, 1 << 63, 1 << 64, "9" * 5000),
+    ],
 )
 def test_a_length_that_lies_is_refused_without_believing_it(call, length):
-    announced = head(length).decode().encode("utf-8")
+    announced = head(length)
     with Peer(says(announced + b"x" * 100)) as peer:
         tracemalloc.start()
         error = fails(call, peer.address)
@@ -311,14 +314,10 @@ def test_an_address_that_cannot_lead_anywhere(address):
 
 def test_failed_calls_leave_no_connection_open():
     def sockets():
-        found = []
-        for name in range(256):
-            with contextlib.suppress(OSError):
-                found.append(socket.socket(fileno=socket.dup(name)))
-        count = len(found)
-        for each in found:
-            each.close()
-        return count
+        links = Path("/proc/self/fd").iterdir()
+        return sum(
+            str(link.readlink()).startswith("socket:") for link in links if link.is_symlink()
+        )
 
     with Peer(says(head(100) + b"x")) as peer:
         before, errors = sockets(), []
@@ -364,8 +363,11 @@ def test_addresses(address, host, port):
 
 @pytest.mark.parametrize(
     "address",
-    ["", "host", ":80", "host:", "host:x", "host:-1", "host:65536", "host:1e2", "[]:80", "[::1]"]
-    + ["host:\u0661", "host:" + "9" * 5000, "a b:80", "a/b:80", "a\0b:80", "http://h:80", "h:80\n"],
+    [
+        *("", "host", ":80", "host:", "host:x", "host:-1", "host:65536", "host:1e2", "host:\u0661"),
+        *("[]:80", "[::1]", "a b:80", "a/b:80", "a\0b:80", "http://h:80", "h:80\n"),
+        "host:" + "9" * 5000,
+    ],
 )
 def test_what_is_no_address_is_refused_with_an_example(address):
     with pytest.raises(InvalidConfig, match="is no address") as caught:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt.errors import MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.tiers.memory import MemoryTier, void
+from ecckpt.tiers.memory import MemoryTier, private_folder, void
 
 PAGE = 4096
 MIB = 1 << 20
@@ -120,6 +120,15 @@ def test_a_tmpfs_filled_by_somebody_else_costs_nobody_anything(small_root):
     kept.view[:] = b"\1" * len(kept.view)  # would be a SIGBUS in a sparse file
     tier.recycle("test", kept)
     assert take(tier, 4 * MIB) is kept
+
+
+def test_spare_regions_of_any_run_go_before_a_tmpfs_is_called_full(small_root):
+    tier = MemoryTier(small_root, node="n1")
+    for run in ("a", "b"):
+        tier.recycle(run, take(tier, 5 * MIB, run=run))
+    kept = take(tier, 12 * MIB)
+    assert files(small_root) == [kept.path.name]
+    assert [tier.used_bytes(run) for run in ("a", "b", "test")] == [0, 0, 12 * MIB]
 
 
 @pytest.mark.parametrize("size_bytes", [1 << 40, 1 << 62])
@@ -282,3 +291,28 @@ def test_whatever_happens_a_run_stays_within_its_budget(acts):
             sizes = [path.stat().st_size for path in (root / "regions").iterdir()]
             assert tier.used_bytes("test") == sum(sizes) <= budget_bytes
             assert len({region.path for region in taken}) == len(taken)
+
+
+# -- the folder -----------------------------------------------------------------------------------
+
+
+def test_a_private_folder_is_made_once(root):
+    folder = root / "private"
+    assert private_folder(folder) == private_folder(folder) == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o1777])
+def test_a_folder_open_to_others_is_refused(root, mode):
+    folder = root / "open"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(InvalidConfig, match=f"is not private: .* mode {mode:o} .*chmod 700"):
+        private_folder(folder)
+
+
+def test_a_link_is_no_private_folder(root):
+    (root / "real").mkdir(mode=0o700)
+    (root / "link").symlink_to("real")
+    with pytest.raises(InvalidConfig, match="is not private"):
+        private_folder(root / "link")

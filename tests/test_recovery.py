@@ -236,6 +236,26 @@ def test_absence_is_no_error():
         assert (plan.chosen, plan.generations, plan.rejected()) == (None, (), {})
 
 
+def test_with_a_step_only_what_could_not_be_taken_was_rejected():
+    held = {"n0": [header(world_size=1, gen=generation(1, step)) for step in (5, 6)]}
+    held["n0"].append(header(0, world_size=1, gen=generation(1, 7)))
+    plan = plan_of(held, step=5)
+    assert plan.chosen.generation == generation(1, 5)
+    assert list(plan.rejected()) == [str(generation(1, 7))]
+
+
+def test_ruins_are_what_no_generation_could_be_made_of():
+    gone = generation(1, 8)
+    ruin = replace(inventory("n0", committed=gone), rejected={"x.region": "cut off"})
+    plan = plan_recovery("test", [ruin, inventory("n1", [header(world_size=1)])])
+    assert plan.ruins == {
+        str(gone): "it was committed, and nothing of it was found",
+        "n0/x.region": "cut off",
+    }
+    whole = inventory("n0", [header(world_size=1, gen=gone)], committed=gone)
+    assert plan_recovery("test", [whole]).ruins == {}
+
+
 # -- what never mixes -----------------------------------------------------------------------------
 
 

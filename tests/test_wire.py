@@ -153,6 +153,39 @@ def test_numbers_of_a_header_are_checked_in_messages_too():
         wire.unpack(wire.Hold, msgpack.packb(body))
 
 
+# -- what is read without the type -----------------------------------------------------------------
+
+
+def test_the_version_is_found_in_a_message_of_any_version():
+    assert wire.version_of(msgpack.packb(EXAMPLES[wire.NodeInfo] | {"protocol_version": 3})) == 3
+    assert wire.version_of(msgpack.packb({"protocol_version": 99, "other": [1]})) == 99
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 5, "x", [], [1], {}, {"protocol_version": None}, {"protocol_version": "new"}]
+    + [{"protocol_version": float(odd)} for odd in ("nan", "inf")],
+)
+def test_a_message_without_a_version_is_refused(value):
+    with pytest.raises(InvalidMessage, match="no protocol version"):
+        wire.version_of(msgpack.packb(value))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"<html>"]
+)
+def test_bytes_without_a_version_are_refused(body):
+    with pytest.raises(InvalidMessage, match="no protocol version"):
+        wire.version_of(body)
+
+
+@pytest.mark.parametrize("kind", [wire.Reserve, wire.Protect, wire.Held, wire.Commit, wire.Fence])
+def test_every_request_says_which_run_it_is_about(kind):
+    body = EXAMPLES[kind]
+    inner = body.get("header") or body.get("shard") or body
+    assert wire.run_of(wire.unpack(kind, msgpack.packb(body))) == inner["run"]
+
+
 # -- garbage --------------------------------------------------------------------------------------
 
 anything = st.recursive(
@@ -246,14 +279,11 @@ def test_nothing_is_ever_unpickled(tmp_path):
             return os.mkdir, (str(trace),)
 
     bomb = pickle.dumps(Trap())
-    bodies = [bomb, msgpack.packb(bomb), msgpack.packb(msgpack.ExtType(5, bomb))]
-    bodies += [
-        msgpack.packb(EXAMPLES[kind] | {name: msgpack.ExtType(code, bomb)})
-        for kind, name in FIELDS
-        for code in (0, 42)
-    ]
-    for body in bodies:
-        for kind in KINDS:
-            with pytest.raises(InvalidMessage):
-                wire.unpack(kind, body)
+    whole = [bomb, msgpack.packb(bomb), msgpack.packb(msgpack.ExtType(5, bomb))]
+    bodies = [(kind, body) for kind in KINDS for body in whole]
+    for kind, name in FIELDS:
+        for value in (bomb.hex(), [bomb], msgpack.ExtType(0, bomb), msgpack.ExtType(42, bomb)):
+            bodies.append((kind, msgpack.packb(EXAMPLES[kind] | {name: value})))
+    for kind, body in bodies:
+        assert refused(kind, body)
     assert not trace.exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ecckpt.errors import EcckptError
-from ecckpt.testing import await_end
+from ecckpt.testing import await_end, children
 
 Event = dict[str, Any]
 
@@ -36,7 +36,6 @@ class Launch:
         self._log = folder / f"{name}.log"
         self._ranks = ranks
         self._read = [0] * ranks
-        self._pids: set[int] = set()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={ranks}", "-m", "ecckpt.demo.train", *arguments]
         command += ["--events", str(self._events), "--result", str(self._result)]
@@ -73,12 +72,15 @@ class Launch:
 
     def kill(self) -> None:
         """SIGKILL torchrun and every worker, and wait until they are gone."""
-        self._new_events()  # for the process ids of workers that started just now
-        for pid in (self._process.pid, *self._pids):
+        # Stopped first, so that no worker is started between looking and killing.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGSTOP)
+        workers = children(self._process.pid)
+        for pid in (self._process.pid, *workers):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         self._process.wait()
-        await_end(self._pids)
+        await_end(workers)
 
     def results(self) -> list[Any]:
         """What each rank left at its end: losses and digests, exact."""
@@ -98,7 +100,6 @@ class Launch:
             whole = data[: data.rfind(b"\n") + 1]
             self._read[rank] += len(whole)
             events += [json.loads(line) for line in whole.splitlines()]
-        self._pids |= {event["pid"] for event in events if event["event"] == "start"}
         return events
 
     def _tail(self) -> str:

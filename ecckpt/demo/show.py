@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -106,6 +108,8 @@ def run_demo(*, nodes: int, code: str, lose: int, steps: int, as_json: bool) -> 
     if not 6 <= steps <= 10_000:
         raise InvalidConfig(f"--steps {steps}: from 6 to 10,000 make a demo")
     story = Story(nodes)
+    # Ended from outside, it still takes its agents, processes and files along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="ecckpt-demo-") as folder:
         outcome = _act(story, Path(folder), nodes=nodes, code=parsed, lose=lose, steps=steps)
     _table(story, outcome)
@@ -182,7 +186,9 @@ def _survey(cluster: LocalCluster) -> RecoveryPlan:
 def _tell(story: Story, plan: RecoveryPlan) -> Generation | None:
     """Say what the loss cost, as the survivors' memory tells it."""
     for name, why in plan.rejected().items():
-        story.say(f"generation {name} cannot be rebuilt: {why}")
+        step = Generation.parse(name).step
+        begun = "" if step <= story.safe_step() else " (its save had only begun)"
+        story.say(f"generation {name} cannot be rebuilt{begun}: {why}")
     if plan.chosen is None:
         story.say("nothing is left to go back to")
         return None

@@ -140,14 +140,18 @@ class MemoryTier:
         try:
             return self._create(size_bytes)
         except TmpfsFull:
-            with self._lock:
-                spares = [(run, spare) for run, kept in self._spare.items() for spare in kept]
-                self._spare.clear()
-            for run, spare in spares:
-                self.discard(run, spare)
-            if not spares:
+            if not self._drop_spares():
                 raise
             return self._create(size_bytes)
+
+    def _drop_spares(self) -> int:
+        """Give all spare regions back; returns how many. Unmapped, and so free, on return."""
+        with self._lock:
+            spares = [(run, spare) for run, kept in self._spare.items() for spare in kept]
+            self._spare.clear()
+        for run, spare in spares:
+            self.discard(run, spare)
+        return len(spares)
 
     def _free_bytes(self) -> int:
         size = os.statvfs(self._folder)
