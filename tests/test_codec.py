@@ -19,7 +19,7 @@ import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import codec, gf256
+from ecckpt import codec, copying, engines as ways, gf256
 from ecckpt.codec import Codec, engines
 from ecckpt.errors import InvalidBuffer, InvalidCode
 
@@ -315,9 +315,9 @@ def test_engine_names():
             Codec(2, 1, engine=name)
 
 
-@pytest.mark.skipif(not codec.HAVE_NATIVE, reason="no native module")
+@pytest.mark.skipif(not copying.HAVE_NATIVE, reason="no native module")
 def test_engine_that_this_cpu_lacks(monkeypatch):
-    monkeypatch.setattr(codec._native, "engine_names", lambda: ["scalar"])
+    monkeypatch.setattr(ways._native, "engine_names", lambda: ["scalar"])
     assert Codec(2, 1).engine == "scalar"
     with pytest.raises(InvalidCode, match=r"'avx2' is not usable here .*scalar, zfec"):
         Codec(2, 1, engine="avx2")
@@ -380,8 +380,8 @@ def test_a_short_target_inside_a_long_source_is_found():
     source, target, inner = memory[:900], memory[100:200], memory[850:950]
     for targets in ([("t", target)], [("t", inner)], [("x", memory[950:]), ("t", target)]):
         with pytest.raises(InvalidBuffer, match=r"t and s overlap by|s and t overlap by"):
-            codec.check_disjoint([("s", source), ("z", memory[10:20])], targets)
-    codec.check_disjoint([("s", source), ("e", memory[950:950])], [("t", memory[900:])])
+            copying.check_disjoint([("s", source), ("z", memory[10:20])], targets)
+    copying.check_disjoint([("s", source), ("e", memory[950:950])], [("t", memory[900:])])
 
 
 @every_engine
