@@ -30,8 +30,7 @@ inline __m256i load(const std::uint8_t *bytes) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
 }
 
-template <bool streaming>
-inline void store(std::uint8_t *bytes, __m256i value) {
+inline void store(bool streaming, std::uint8_t *bytes, __m256i value) {
     if (streaming)
         _mm256_stream_si256(reinterpret_cast<__m256i *>(bytes), value);
     else
@@ -50,14 +49,14 @@ struct Column {
     __m256i first, second;
 };
 
-template <bool streaming, bool copies, bool crcs>
-inline Column take(const Stream &stream, std::size_t at, std::uint32_t &raw) {
+template <bool copies, bool crcs>
+inline Column take(bool streaming, const Stream &stream, std::size_t at, std::uint32_t &raw) {
     _mm_prefetch(reinterpret_cast<const char *>(stream.ahead + at), _MM_HINT_T0);
     if (crcs) raw = crc_bytes(raw, stream.bytes + at, column_bytes);
     const Column x = {load(stream.bytes + at), load(stream.bytes + at + 32)};
     if (copies && stream.copy != nullptr) {
-        store<streaming>(stream.copy + at, x.first);
-        store<streaming>(stream.copy + at + 32, x.second);
+        store(streaming, stream.copy + at, x.first);
+        store(streaming, stream.copy + at + 32, x.second);
     }
     return x;
 }
@@ -76,25 +75,26 @@ inline void add_products(Column *sums, const Halves *tables, Column x) {
     }
 }
 
-template <int outputs, bool streaming, bool copies, Crcs crcs>
+template <int outputs, bool copies, Crcs crcs>
 void code_columns(const Pass &pass, Layout &layout, std::size_t length) {
     for (std::size_t at = pass.offset; at < pass.offset + length; at += column_bytes) {
         Column sums[outputs ? outputs : 1];
-        for (int r = 0; r < outputs; ++r) sums[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+        for (int r = 0; r < outputs; ++r)
+            sums[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
         for (std::size_t j = 0; j < pass.input_count; ++j) {
-            const Column x = take<streaming, copies, crcs == Crcs::all>(layout.streams[j], at,
+            const Column x = take<copies, crcs == Crcs::all>(pass.streaming, layout.streams[j], at,
                                                                         layout.registers[j]);
             if (j < pass.coded_count)
                 add_products<outputs>(sums, layout.tables + j * outputs, x);
         }
         for (int r = 0; r < outputs; ++r) {
-            store<streaming>(pass.outputs[r] + at, sums[r].first);
-            store<streaming>(pass.outputs[r] + at + 32, sums[r].second);
+            store(pass.streaming, pass.outputs[r] + at, sums[r].first);
+            store(pass.streaming, pass.outputs[r] + at + 32, sums[r].second);
             if (crcs == Crcs::none) continue;
             // Not read back from the output: streaming stores have left for memory.
             alignas(32) std::uint8_t column[column_bytes];
-            store<false>(column, sums[r].first);
-            store<false>(column + 32, sums[r].second);
+            store(false, column, sums[r].first);
+            store(false, column + 32, sums[r].second);
             std::uint32_t &raw = layout.registers[pass.input_count + r];
             raw = crc_bytes(raw, column, column_bytes);
         }
@@ -105,25 +105,24 @@ void code_columns(const Pass &pass, Layout &layout, std::size_t length) {
 
 using Columns = void (*)(const Pass &, Layout &, std::size_t);
 
-template <bool streaming, bool copies, Crcs crcs>
+template <bool copies, Crcs crcs>
 Columns by_outputs(const Pass &pass) {
     constexpr Columns choices[widest + 1] = {
-        code_columns<0, streaming, copies, crcs>, code_columns<1, streaming, copies, crcs>,
-        code_columns<2, streaming, copies, crcs>, code_columns<3, streaming, copies, crcs>,
-        code_columns<4, streaming, copies, crcs>};
+        code_columns<0, copies, crcs>, code_columns<1, copies, crcs>,
+        code_columns<2, copies, crcs>, code_columns<3, copies, crcs>,
+        code_columns<4, copies, crcs>};
     return choices[pass.output_count];
 }
 
-template <bool streaming, bool copies>
+template <bool copies>
 Columns by_crcs(const Pass &pass) {
-    if (pass.input_crcs) return by_outputs<streaming, copies, Crcs::all>(pass);
-    if (pass.output_crcs) return by_outputs<streaming, copies, Crcs::outputs>(pass);
-    return by_outputs<streaming, copies, Crcs::none>(pass);
+    if (pass.input_crcs) return by_outputs<copies, Crcs::all>(pass);
+    if (pass.output_crcs) return by_outputs<copies, Crcs::outputs>(pass);
+    return by_outputs<copies, Crcs::none>(pass);
 }
 
 Columns columns_for(const Pass &pass) {
-    if (pass.streaming) return pass.copies ? by_crcs<true, true>(pass) : by_crcs<true, false>(pass);
-    return pass.copies ? by_crcs<false, true>(pass) : by_crcs<false, false>(pass);
+    return pass.copies ? by_crcs<true>(pass) : by_crcs<false>(pass);
 }
 
 void code(const Pass &pass) {
@@ -149,8 +148,8 @@ void code(const Pass &pass) {
 
 void move_line(const std::uint8_t *source, std::uint8_t *target) {
     const __m256i x = load(source), y = load(source + 32);
-    store<true>(target, x);
-    store<true>(target + 32, y);
+    store(true, target, x);
+    store(true, target + 32, y);
 }
 
 void copy(const std::uint8_t *source, std::uint8_t *target, std::size_t length) {

@@ -79,8 +79,7 @@ inline std::uint32_t register_of(__m512i accumulator) {
 
 // -- columns --------------------------------------------------------------------------------------
 
-template <bool streaming>
-inline void store(std::uint8_t *bytes, __m512i value) {
+inline void store(bool streaming, std::uint8_t *bytes, __m512i value) {
     if (streaming)
         _mm512_stream_si512(reinterpret_cast<__m512i *>(bytes), value);
     else
@@ -100,25 +99,26 @@ struct Layout {
     Column sums[widest * tile_bytes / column_bytes];  // of a tile, between two groups of streams
 };
 
-template <bool streaming, bool copies, bool crcs>
-inline Column take(const Stream &stream, std::size_t at, __m512i &accumulator) {
+template <bool copies, bool crcs>
+inline Column take(bool streaming, const Stream &stream, std::size_t at, __m512i &accumulator) {
     _mm_prefetch(reinterpret_cast<const char *>(stream.ahead + at), _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char *>(stream.ahead + at + 64), _MM_HINT_T0);
     const Column x = {_mm512_loadu_si512(stream.bytes + at),
                       _mm512_loadu_si512(stream.bytes + at + 64)};
     if (copies && stream.copy != nullptr) {
-        store<streaming>(stream.copy + at, x.first);
-        store<streaming>(stream.copy + at + 64, x.second);
+        store(streaming, stream.copy + at, x.first);
+        store(streaming, stream.copy + at + 64, x.second);
     }
     if (crcs) accumulator = crc_column(accumulator, x.first, x.second);
     return x;
 }
 
 // Codes the whole columns from `begin` to `end` of one group of streams.
-template <int outputs, bool streaming, bool copies, Crcs crcs>
+template <int outputs, bool copies, Crcs crcs>
 void code_group(const Pass &pass, Layout &layout, const Group &group, std::size_t begin,
                 std::size_t end) {
     constexpr bool input_crcs = crcs == Crcs::all;
+    const bool streaming = pass.streaming;
     constexpr int room = outputs ? outputs : 1;
     Column *saved = layout.sums;
     for (std::size_t at = begin; at < end; at += column_bytes, saved += outputs) {
@@ -129,9 +129,9 @@ void code_group(const Pass &pass, Layout &layout, const Group &group, std::size_
         const std::uint64_t *matrices = layout.matrices + group.begin * outputs;
         std::size_t j = group.begin;
         for (; j + 1 < group.coded_end; j += 2, matrices += 2 * outputs) {
-            const Column x = take<streaming, copies, input_crcs>(layout.streams[j], at,
+            const Column x = take<copies, input_crcs>(streaming, layout.streams[j], at,
                                                                  layout.accumulators[j]);
-            const Column y = take<streaming, copies, input_crcs>(layout.streams[j + 1], at,
+            const Column y = take<copies, input_crcs>(streaming, layout.streams[j + 1], at,
                                                                  layout.accumulators[j + 1]);
             for (int r = 0; r < outputs; ++r) {
                 const std::uint64_t by_x = matrices[r], by_y = matrices[outputs + r];
@@ -142,7 +142,7 @@ void code_group(const Pass &pass, Layout &layout, const Group &group, std::size_
             }
         }
         if (j < group.coded_end) {
-            const Column x = take<streaming, copies, input_crcs>(layout.streams[j], at,
+            const Column x = take<copies, input_crcs>(streaming, layout.streams[j], at,
                                                                  layout.accumulators[j]);
             for (int r = 0; r < outputs; ++r) {
                 sums[r].first = _mm512_xor_si512(sums[r].first, product(x.first, matrices[r]));
@@ -151,11 +151,11 @@ void code_group(const Pass &pass, Layout &layout, const Group &group, std::size_
             ++j;
         }
         for (; j < group.end; ++j)
-            take<streaming, copies, input_crcs>(layout.streams[j], at, layout.accumulators[j]);
+            take<copies, input_crcs>(streaming, layout.streams[j], at, layout.accumulators[j]);
         for (int r = 0; r < outputs && !group.last; ++r) saved[r] = sums[r];
         for (int r = 0; r < outputs && group.last; ++r) {
-            store<streaming>(pass.outputs[r] + at, sums[r].first);
-            store<streaming>(pass.outputs[r] + at + 64, sums[r].second);
+            store(streaming, pass.outputs[r] + at, sums[r].first);
+            store(streaming, pass.outputs[r] + at + 64, sums[r].second);
             if (crcs != Crcs::none) {
                 __m512i &accumulator = layout.accumulators[pass.input_count + r];
                 accumulator = crc_column(accumulator, sums[r].first, sums[r].second);
@@ -164,7 +164,7 @@ void code_group(const Pass &pass, Layout &layout, const Group &group, std::size_
     }
 }
 
-template <int outputs, bool streaming, bool copies, Crcs crcs>
+template <int outputs, bool copies, Crcs crcs>
 void code_columns(const Pass &pass, Layout &layout, std::size_t length) {
     const Groups groups = grouped(pass);
     point_ahead(pass, groups, layout.streams);
@@ -172,7 +172,7 @@ void code_columns(const Pass &pass, Layout &layout, std::size_t length) {
     const std::size_t step = groups.count > 1 ? tile_bytes : length;
     for (std::size_t at = pass.offset; at < end; at += step)
         for (std::size_t g = 0; g < groups.count; ++g)
-            code_group<outputs, streaming, copies, crcs>(pass, layout, groups.of(g), at,
+            code_group<outputs, copies, crcs>(pass, layout, groups.of(g), at,
                                                          at + step < end ? at + step : end);
 }
 
@@ -200,27 +200,26 @@ void code_rest(const Pass &pass, std::size_t done, const std::uint64_t *matrices
 
 using Columns = void (*)(const Pass &, Layout &, std::size_t);
 
-template <bool streaming, bool copies, Crcs crcs>
+template <bool copies, Crcs crcs>
 Columns by_outputs(const Pass &pass) {
     constexpr Columns choices[widest + 1] = {
-        code_columns<0, streaming, copies, crcs>, code_columns<1, streaming, copies, crcs>,
-        code_columns<2, streaming, copies, crcs>, code_columns<3, streaming, copies, crcs>,
-        code_columns<4, streaming, copies, crcs>, code_columns<5, streaming, copies, crcs>,
-        code_columns<6, streaming, copies, crcs>, code_columns<7, streaming, copies, crcs>,
-        code_columns<8, streaming, copies, crcs>};
+        code_columns<0, copies, crcs>, code_columns<1, copies, crcs>,
+        code_columns<2, copies, crcs>, code_columns<3, copies, crcs>,
+        code_columns<4, copies, crcs>, code_columns<5, copies, crcs>,
+        code_columns<6, copies, crcs>, code_columns<7, copies, crcs>,
+        code_columns<8, copies, crcs>};
     return choices[pass.output_count];
 }
 
-template <bool streaming, bool copies>
+template <bool copies>
 Columns by_crcs(const Pass &pass) {
-    if (pass.input_crcs) return by_outputs<streaming, copies, Crcs::all>(pass);
-    if (pass.output_crcs) return by_outputs<streaming, copies, Crcs::outputs>(pass);
-    return by_outputs<streaming, copies, Crcs::none>(pass);
+    if (pass.input_crcs) return by_outputs<copies, Crcs::all>(pass);
+    if (pass.output_crcs) return by_outputs<copies, Crcs::outputs>(pass);
+    return by_outputs<copies, Crcs::none>(pass);
 }
 
 Columns columns_for(const Pass &pass) {
-    if (pass.streaming) return pass.copies ? by_crcs<true, true>(pass) : by_crcs<true, false>(pass);
-    return pass.copies ? by_crcs<false, true>(pass) : by_crcs<false, false>(pass);
+    return pass.copies ? by_crcs<true>(pass) : by_crcs<false>(pass);
 }
 
 void code(const Pass &pass) {
@@ -248,7 +247,7 @@ void code(const Pass &pass) {
 }
 
 void move_line(const std::uint8_t *source, std::uint8_t *target) {
-    store<true>(target, _mm512_loadu_si512(source));
+    store(true, target, _mm512_loadu_si512(source));
 }
 
 void copy(const std::uint8_t *source, std::uint8_t *target, std::size_t length) {
