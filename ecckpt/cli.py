@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ecckpt.config import NodeConfig, read_token
-from ecckpt.errors import EcckptError
+from ecckpt.errors import AgentUnreachable, EcckptError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +120,14 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
     from ecckpt.recovery import plan_recovery
 
     token = read_token(arguments.token_file)
-    inventories = [AgentClient(each, token).inventory(arguments.run) for each in arguments.agents]
+    inventories = []
+    for address in arguments.agents:
+        try:
+            inventories.append(AgentClient(address, token).inventory(arguments.run))
+        except AgentUnreachable as error:  # what people look at a plan for
+            if len(arguments.agents) == 1:
+                raise
+            print(f"no answer: {error}", file=sys.stderr)
     left = [each for each in inventories if each.node not in arguments.without]
     plan = plan_recovery(arguments.run, left)
     chosen = plan.chosen

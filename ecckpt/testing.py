@@ -71,7 +71,9 @@ class LocalCluster:
     def start(self, only: Iterable[str] | None = None) -> None:
         """Start the agents (or ``only`` those) and wait until they answer."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="ecckpt-cluster-", dir=_TMPFS))
+            self._folder = Path(
+                tempfile.mkdtemp(prefix=f"ecckpt-cluster-{os.getpid()}-", dir=_TMPFS)
+            )
         atexit.register(self.stop)
         self._launch(self.nodes if only is None else only)
 

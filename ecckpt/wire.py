@@ -7,6 +7,7 @@ else: a missing, unknown or wrongly typed field is an ``InvalidMessage``.
 from __future__ import annotations
 
 import collections.abc
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
 
 PROTOCOL_VERSION = 1
-MESSAGE_LIMIT_BYTES = 64 << 20
+REQUEST_LIMIT_BYTES = 8 << 20
+MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 
 T = TypeVar("T")
 
@@ -264,8 +266,11 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
+    if kind is float:
+        value = float(value) if type(value) is int else _expect(float, value, where)
+        if not math.isfinite(value):
+            raise InvalidMessage(f"{where}: {value} where a finite number belongs")
+        return value
     return _expect(kind, value, where)
 
 

@@ -8,7 +8,9 @@ from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.recovery import Inventory
 
-settings.register_profile("same-every-time", derandomize=True, database=None, deadline=None)
+settings.register_profile(
+    "same-every-time", derandomize=True, database=None, deadline=None, max_examples=50
+)
 settings.load_profile("same-every-time")
 
 SESSION = "0123456789abcdef"

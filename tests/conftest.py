@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,32 +12,47 @@ import pytest
 
 from ecckpt.testing import LocalCluster
 
+# Inherited by every process that a test starts, so that others' agents are not taken for ours.
+_MARK = f"ECCKPT_TESTS_OF={os.getpid()}"
 
-def _agents() -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+
+def _processes() -> dict[int, str]:
+    """Processes that our tests started and that still run."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
+            if int(path.name) == os.getpid() or _MARK.encode() not in (
+                (path / "environ").read_bytes().split(b"\0")
+            ):
+                continue
+            found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended, or is a zombie that init has not reaped
             continue
-        if b"ecckpt" in words and b"agent" in words:
-            found.add(int(path.parent.name))
     return found
 
 
 def _files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("ecckpt-*")}
+    """Folders in /dev/shm of this process, or of one that has ended."""
+    names = {path.name for path in Path("/dev/shm").glob("ecckpt-*-*")}
+    owners = {name: name.split("-")[2] for name in names}
+    return {
+        name
+        for name, owner in owners.items()
+        if owner == str(os.getpid()) or not Path(f"/proc/{owner}").exists()
+    }
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    agents, files = _agents(), _files()
+    files = _files()
+    name, value = _MARK.split("=")
+    os.environ[name] = value
     yield
     deadline_s = time.monotonic() + 10  # a killed process takes a moment to leave /proc
-    while _agents() - agents and time.monotonic() < deadline_s:
+    while _processes() and time.monotonic() < deadline_s:
         time.sleep(0.05)
     threads = [each.name for each in threading.enumerate() if each.name.startswith("ecckpt")]
-    assert not _agents() - agents, "agents left running"
+    assert not _processes(), "processes left running"
     assert not _files() - files, "files left in /dev/shm"
     assert not threads, "threads left running"
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from worlds import World, same_state, states_for
 
 import ecckpt
+from ecckpt.agents import local_client
 from ecckpt.client import shard_path
 from ecckpt.errors import NothingToRestore, StateMismatch, WrongOrder
 from ecckpt.generation import ShardId
@@ -275,6 +276,8 @@ def test_alone_without_torch_distributed_or_an_agent(tmp_path: Path) -> None:
 
     try:
         assert start() == "restored None 0"
+        # In a session of its own: what ends the trainer's process group does not end it.
+        assert os.getsid(local_client(root).node().pid) != os.getsid(0)
         assert start() == "restored 0 1"
         assert start() == "restored 1 2"
     finally:

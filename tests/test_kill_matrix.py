@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ LOSSES = [lost for count in (1, 2, 3) for lost in itertools.combinations(NODES, 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[int, bytes]]]:
     """The folders of six nodes after one committed save, and each rank's shard."""
-    keep = Path("/dev/shm/ecckpt-kill-matrix")
+    keep = Path(f"/dev/shm/ecckpt-kept-{os.getpid()}")
     shutil.rmtree(keep, ignore_errors=True)
     with LocalCluster(nodes=6) as cluster:
         states = states_for(6, seed=1, elements=400_000)  # several blocks, the last one short
@@ -70,7 +71,7 @@ def _survivors(saved: Path, lost: tuple[str, ...], folder: Path) -> tuple[LocalC
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    path = Path("/dev/shm/ecckpt-survivors")
+    path = Path(f"/dev/shm/ecckpt-survivors-{os.getpid()}")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     yield path

@@ -132,7 +132,8 @@ def test_header_travels_as_listed():
 
 
 def test_limits_in_the_document():
-    assert f"{wire.MESSAGE_LIMIT_BYTES >> 20} MiB" in TEXT
+    assert f"| body of a request | {wire.REQUEST_LIMIT_BYTES >> 20} MiB" in TEXT
+    assert f"| body of an answer | {wire.MESSAGE_LIMIT_BYTES >> 20} MiB" in TEXT
     assert f"Protocol version {wire.PROTOCOL_VERSION}." in TEXT
     assert f"| server threads | {daemon._THREADS} |" in TEXT
 

@@ -141,14 +141,12 @@ def test_a_bug_on_rank_0_is_told_to_the_others_by_name():
 # -- ranks that do not answer ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", [[1], [2, 3]])
-def test_missing_ranks_are_named_on_all_others(meet_as, missing):
-    meetings = [each for each in meet_as(4) if each.rank not in missing]
+def test_missing_ranks_are_named_on_all_others(meet_as):
+    meetings = [each for each in meet_as(4) if each.rank not in (1, 3)]
     started_s = time.monotonic()
     for error in each(meetings, ask(lambda got: got, timeout_s=TIMEOUT_S)):
         assert isinstance(error, RankTimeout)
-        names = ", ".join(map(str, missing))
-        assert f"vote: no answer from rank {names} within 0.5 s" in str(error)
+        assert "vote: no answer from rank 1, 3 within 0.5 s" in str(error)
     assert time.monotonic() - started_s < 10
 
 

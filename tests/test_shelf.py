@@ -11,6 +11,7 @@ import pytest
 from builders import generation, header, table_of
 
 from ecckpt.agent.ledger import Entry
+from ecckpt.agent.protect import parity_region_bytes
 from ecckpt.agent.shelf import Shelf, steady_bytes
 from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.fragment import (
@@ -177,8 +178,14 @@ def test_fragments_lie_in_their_own_file_or_in_the_home_copy(shelf):
     )
     with pytest.raises(NotHeld):
         shelf.locate(home.header.shard, 3)
-    home.parity = shelf.allocate("test", 2 * size_bytes, budget_bytes=BUDGET, what="parity")
-    assert shelf.locate(home.header.shard, 4) == (home.parity.path, size_bytes, size_bytes)
+    home.parity = shelf.allocate(
+        "test", parity_region_bytes(home.header), budget_bytes=BUDGET, what="parity"
+    )
+    assert shelf.locate(home.header.shard, 4) == (
+        home.parity.path,
+        SUPERBLOCK_BYTES + size_bytes,
+        size_bytes,
+    )
     with pytest.raises(NotHeld):
         shelf.locate(home.header.shard, 5)
 
@@ -216,7 +223,7 @@ def test_the_steady_need_is_two_generations_and_parity():
     shard = header(shard_bytes=100_000)
     fragment = shard.at(0)
     assert steady_bytes(shard, local_ranks=2, holders=5) == 2 * (
-        2 * shard.file_bytes + 2 * shard.fragment_bytes + 10 * fragment.file_bytes
+        2 * shard.file_bytes + parity_region_bytes(shard) + 10 * fragment.file_bytes
     )
 
 

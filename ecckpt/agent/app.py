@@ -184,8 +184,8 @@ def _body(environ: Environ) -> bytes:
     length = environ.get("CONTENT_LENGTH") or ""
     if not length.isdecimal():
         raise Refused(400, "a body needs a Content-Length")
-    if int(length) > wire.MESSAGE_LIMIT_BYTES:
-        raise Refused(413, f"a body of {length} bytes, limit {wire.MESSAGE_LIMIT_BYTES}")
+    if int(length) > wire.REQUEST_LIMIT_BYTES:
+        raise Refused(413, f"a body of {length} bytes, limit {wire.REQUEST_LIMIT_BYTES}")
     body: bytes = environ["wsgi.input"].read(int(length))
     return body
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ecckpt import wire
 from ecckpt.agent.ledger import Entry
-from ecckpt.agent.protect import data_views, parity_views
+from ecckpt.agent.protect import data_views, parity_region_bytes, parity_views
 from ecckpt.agent.shelf import Shelf
 from ecckpt.client import peer_client
 from ecckpt.codec import Codec
@@ -83,7 +83,7 @@ def _fill(
 ) -> tuple[_Gathering, int]:
     """Gather and rebuild the shard in its region, with parity in one of its own meanwhile."""
     header = message.header
-    parity = _allocate(shelf, message, header.m * header.fragment_bytes) if header.m else None
+    parity = _allocate(shelf, message, parity_region_bytes(header)) if header.m else None
     gathering = _Gathering(
         header,
         table,

@@ -177,7 +177,7 @@ class Protector:
             return None
         return self._shelf.allocate(
             header.shard.run,
-            header.m * header.fragment_bytes,
+            parity_region_bytes(header),
             budget_bytes=message.memory_bytes,
             what=f"the parity of {header.shard}",
         )
@@ -224,7 +224,14 @@ def data_views(header: Header, region: Region) -> list[memoryview]:
 
 def parity_views(header: Header, region: Region | None) -> list[memoryview]:
     """The m parity fragments within a parity region, as views of it."""
-    return _pieces(region.view, header.fragment_bytes, header.m) if region is not None else []
+    if region is None:
+        return []
+    return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.m)
+
+
+def parity_region_bytes(header: Header) -> int:
+    """Size of a parity region: behind a void superblock, so that no parity is taken for one."""
+    return SUPERBLOCK_BYTES + header.m * header.fragment_bytes
 
 
 def encode_home(header: Header, home: Region, parity: Region | None) -> np.ndarray:

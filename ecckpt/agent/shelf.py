@@ -176,7 +176,8 @@ class Shelf:
                 if index < k:
                     return home.region.path, SUPERBLOCK_BYTES + index * size_bytes, size_bytes
                 if home.parity is not None and index < home.header.n:
-                    return home.parity.path, (index - k) * size_bytes, size_bytes
+                    offset = SUPERBLOCK_BYTES + (index - k) * size_bytes
+                    return home.parity.path, offset, size_bytes
         raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
 
     def _retire(self, entries: Iterable[Entry]) -> None:
@@ -242,11 +243,14 @@ class Shelf:
 
     def _adopt_region(self, path: Path) -> None:
         with path.open("rb") as file:
-            header = parse_superblock(file.read(SUPERBLOCK_BYTES), path.name)
-            if header is None:
+            superblock = file.read(SUPERBLOCK_BYTES)
+            header = parse_superblock(superblock, path.name)
+            if header is None and not any(superblock):
                 # Spare, or never finished: and then its writer may still have it mapped.
                 path.unlink()
                 return
+            if header is None:
+                raise CorruptFragment(f"{path.name}: begins like no file of ours")
             if path.stat().st_size < header.file_bytes:  # before believing its numbers
                 raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
             file.seek(header.trailer_offset)
@@ -267,7 +271,7 @@ def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:
     of the save in progress.
     """
     fragments_bytes = holders * header.at(0).file_bytes
-    parity_bytes = header.m * header.fragment_bytes
+    parity_bytes = SUPERBLOCK_BYTES + header.m * header.fragment_bytes
     return local_ranks * (2 * header.at(HOME).file_bytes + parity_bytes + 2 * fragments_bytes)
 
 
