@@ -26,5 +26,5 @@ def code(
     for each input and output.
     """
 
-def copy_ranges(ranges: NDArray[np.int64], threads: int) -> None:
+def copy_ranges(engine: str, ranges: NDArray[np.int64], threads: int) -> None:
     """Copy (source address, target address, length) rows."""

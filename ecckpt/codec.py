@@ -18,8 +18,9 @@ import numpy as np
 
 from ecckpt import gf256
 from ecckpt.copying import Buffer, WritableBuffer, byte_view, check_disjoint, usable_threads
-from ecckpt.engines import Fragments, Table, Work, engine_named, engines
+from ecckpt.engines import Fragments, Table, Work, engine_named
 from ecckpt.errors import InvalidBuffer, InvalidCode
+from ecckpt.native import AUTO, engines, resolved
 
 __all__ = ["LARGEST_BLOCK_BYTES", "Codec", "Table", "engines"]
 
@@ -44,23 +45,19 @@ class Codec:
     Args:
         k: number of data fragments, at least 1.
         m: number of parity fragments, at least 0; k + m is at most 256.
-        engine: one of ``engines()``, or "auto" for the first of them.
+        engine: one of ``engines()``, or "auto" for the first of them, unless the process prefers
+            another (``native.prefer``).
 
     Raises:
         InvalidCode: k and m out of range, or an engine that is not usable here.
     """
 
-    def __init__(self, k: int, m: int, *, engine: str = "auto") -> None:
+    def __init__(self, k: int, m: int, *, engine: str = AUTO) -> None:
         if m < 0:
             raise InvalidCode(f"code with k = {k} data and m = {m} parity fragments: m >= 0 needed")
         gf256.check_code(k, k + m)
-        usable = engines()
-        if engine != "auto" and engine not in usable:
-            raise InvalidCode(
-                f"engine {engine!r} is not usable here", hint=f"auto, {', '.join(usable)} are"
-            )
+        name = resolved(engine)
         self._k, self._m = k, m
-        name = usable[0] if engine == "auto" else engine
         self._engine = engine_named(name, k, m)
 
     def __repr__(self) -> str:

@@ -16,13 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecckpt.errors import InvalidBuffer, InvalidConfig
+from ecckpt.native import AUTO, HAVE_NATIVE, resolved
 
-try:
+if HAVE_NATIVE:
     from ecckpt import _native
-
-    HAVE_NATIVE = True
-except ImportError:  # installed without a compiler
-    HAVE_NATIVE = False
 
 Bytes = NDArray[np.uint8]
 
@@ -114,7 +111,7 @@ def copy_bytes(source: Buffer, target: WritableBuffer, *, threads: int = 1) -> N
         target_view[:] = source_view
         return
     row = [address_of(source_view), address_of(target_view), source_view.size]
-    _native.copy_ranges(np.array([row], np.int64), threads)
+    _native.copy_ranges(_engine(), np.array([row], np.int64), threads)
 
 
 def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
@@ -141,7 +138,13 @@ def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
         for source_address, target_address, length in ranges.tolist():
             ctypes.memmove(target_address, source_address, length)
         return
-    _native.copy_ranges(ranges, threads)
+    _native.copy_ranges(_engine(), ranges, threads)
+
+
+def _engine() -> str:
+    """Return the native engine that copies: the codec's, unless that is zfec."""
+    name = resolved(AUTO)
+    return name if name != "zfec" else _native.engine_names()[0]
 
 
 def _check_ranges(ranges: NDArray[np.int64]) -> None:

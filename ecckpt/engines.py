@@ -16,18 +16,14 @@ import zfec
 from numpy.typing import NDArray
 
 from ecckpt import gf256
-from ecckpt.copying import HAVE_NATIVE, Bytes
+from ecckpt.copying import Bytes
+from ecckpt.native import HAVE_NATIVE, engines
 
 if HAVE_NATIVE:
     from ecckpt import _native
 
 Table = NDArray[np.uint32]
 Fragments = dict[int, Bytes]
-
-
-def engines() -> tuple[str, ...]:
-    """Return the names of the engines usable here, best first; "zfec" is always the last."""
-    return (*_native.engine_names(), "zfec") if HAVE_NATIVE else ("zfec",)
 
 
 @dataclass(frozen=True, slots=True)

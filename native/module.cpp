@@ -109,17 +109,16 @@ void code(const std::string &engine_name, nb::bytes coefficients, const std::vec
     ecckpt::code_fragments(engine, job);
 }
 
-void copy_ranges(Ranges ranges, std::size_t threads) {
+void copy_ranges(const std::string &engine_name, Ranges ranges, std::size_t threads) {
+    const ecckpt::Engine &engine = engine_named(engine_name);
     static_assert(sizeof(ecckpt::Range) == 3 * sizeof(std::int64_t));
     require(threads > 0, "threads is 0");
     const auto *rows = reinterpret_cast<const ecckpt::Range *>(ranges.data());
     const std::size_t count = ranges.shape(0);
     for (std::size_t row = 0; row < count; ++row)
         require(rows[row].length >= 0, "a range of negative length");
-    const ecckpt::Engine *found[ecckpt::max_engines];
-    ecckpt::usable_engines(found);
     nb::gil_scoped_release released;
-    ecckpt::copy_ranges(*found[0], rows, count, threads);
+    ecckpt::copy_ranges(engine, rows, count, threads);
 }
 
 }  // namespace
@@ -131,5 +130,6 @@ NB_MODULE(_native, module) {
                nb::arg("coded_count"), nb::arg("copies"), nb::arg("outputs"),
                nb::arg("block_bytes"), nb::arg("input_checksums").none(),
                nb::arg("output_checksums").none(), nb::arg("threads"));
-    module.def("copy_ranges", &copy_ranges, nb::arg("ranges"), nb::arg("threads"));
+    module.def("copy_ranges", &copy_ranges, nb::arg("engine"), nb::arg("ranges"),
+               nb::arg("threads"));
 }

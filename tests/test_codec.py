@@ -17,8 +17,7 @@ from buffers import empty, guarded, marks_intact, noise, oracle_table, parts, ru
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import codec, copying, gf256
-from ecckpt import engines as ways
+from ecckpt import codec, copying, gf256, native
 from ecckpt.codec import Codec, engines
 from ecckpt.errors import InvalidBuffer, InvalidCode
 
@@ -240,10 +239,34 @@ def test_engine_names():
 
 @pytest.mark.skipif(not copying.HAVE_NATIVE, reason="no native module")
 def test_engine_that_this_cpu_lacks(monkeypatch):
-    monkeypatch.setattr(ways._native, "engine_names", lambda: ["scalar"])
+    monkeypatch.setattr(native._native, "engine_names", lambda: ["scalar"])
     assert Codec(2, 1).engine == "scalar"
     with pytest.raises(InvalidCode, match=r"'avx2' is not usable here .*scalar, zfec"):
         Codec(2, 1, engine="avx2")
+
+
+@pytest.fixture
+def indifferent():
+    """Afterwards, "auto" is the best engine again."""
+    yield
+    native.prefer("auto")
+
+
+@pytest.mark.usefixtures("indifferent")
+def test_what_a_process_prefers():
+    before = Codec(2, 1)
+    for name in ENGINES:
+        native.prefer(name)
+        assert Codec(2, 1).engine == name
+        assert Codec(2, 1, engine="zfec").engine == "zfec"
+        target = bytearray(5 << 20)
+        copying.copy_bytes(b"x" * len(target), target)
+        assert target == b"x" * len(target)
+    with pytest.raises(InvalidCode, match="'sse' is not usable here"):
+        native.prefer("sse")
+    assert Codec(2, 1).engine == ENGINES[-1]
+    native.prefer("auto")
+    assert Codec(2, 1).engine == before.engine == ENGINES[0]
 
 
 def strided():
