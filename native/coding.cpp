@@ -35,11 +35,22 @@ struct CutRow {
     Checksums checksums;
 };
 
-bool on_lines(std::uint8_t *const *buffers, std::size_t count, std::size_t offset) {
-    return std::all_of(buffers, buffers + count, [offset](const std::uint8_t *buffer) {
-        return buffer == nullptr ||
-               reinterpret_cast<std::uintptr_t>(buffer + offset) % line_bytes == 0;
-    });
+// How many bytes after `offset` all buffers reach a cache line together; line_bytes: never.
+std::size_t bytes_to_lines(std::uint8_t *const *outputs, std::size_t output_count,
+                           std::uint8_t *const *copies, std::size_t copy_count,
+                           std::size_t offset) {
+    std::size_t distance = line_bytes;
+    bool together = true;
+    const auto look = [&](const std::uint8_t *buffer) {
+        const auto address = reinterpret_cast<std::uintptr_t>(buffer) + offset;
+        const std::size_t own = (0 - address) % line_bytes;
+        together = together && (distance == line_bytes || distance == own);
+        distance = own;
+    };
+    for (std::size_t r = 0; r < output_count; ++r) look(outputs[r]);
+    for (std::size_t j = 0; copies && j < copy_count; ++j)
+        if (copies[j]) look(copies[j]);
+    return together ? distance : line_bytes;
 }
 
 class Coder {
@@ -84,23 +95,41 @@ private:
 
     // Codes bytes of one block, in as many passes as the outputs need.
     void code_piece(std::size_t offset, std::size_t length, std::uint32_t *crcs) const {
-        std::size_t input_count = job_.input_count, first = 0;
-        std::uint8_t *const *copies = job_.copies;
-        std::uint32_t *input_crcs = job_.input_checksums ? crcs : nullptr;
+        std::uint32_t *output_crcs = job_.output_checksums ? crcs + job_.input_count : nullptr;
+        Pass pass = {job_.inputs, job_.input_count, job_.coded_count, job_.copies, job_.outputs, 0,
+                     offset, length, job_.coefficients, job_.input_checksums ? crcs : nullptr,
+                     output_crcs, false};
+        std::size_t done = 0;
         do {  // at least once: the inputs have their turn even when there is nothing to make
-            const std::size_t count = std::min(engine_.pass_outputs, job_.output_count - first);
-            std::uint8_t *const *outputs = job_.outputs + first;
-            std::uint32_t *output_crcs = crcs + job_.input_count + first;
-            engine_.code({job_.inputs, input_count, job_.coded_count, copies, outputs, count,
-                          offset, length, job_.coefficients + first * job_.coded_count,
-                          input_crcs, job_.output_checksums ? output_crcs : nullptr,
-                          streaming_ && on_lines(outputs, count, offset) &&
-                              (copies == nullptr || on_lines(copies, input_count, offset))});
-            input_count = job_.coded_count;
-            copies = nullptr;
-            input_crcs = nullptr;
-            first += count;
-        } while (first < job_.output_count);
+            pass.output_count = std::min(engine_.pass_outputs, job_.output_count - done);
+            run(pass);
+            done += pass.output_count;
+            pass.outputs = job_.outputs + done;
+            pass.coefficients = job_.coefficients + done * job_.coded_count;
+            if (output_crcs) pass.output_crcs = output_crcs + done;
+            pass.input_count = job_.coded_count;
+            pass.copies = nullptr;
+            pass.input_crcs = nullptr;
+        } while (done < job_.output_count);
+    }
+
+    // Runs a pass past the caches from the first cache line on, if its buffers allow that.
+    void run(Pass pass) const {
+        const std::size_t head = bytes_to_lines(pass.outputs, pass.output_count, pass.copies,
+                                                pass.input_count, pass.offset);
+        if (!streaming_ || head == line_bytes || head >= pass.length) {
+            engine_.code(pass);
+            return;
+        }
+        const std::size_t length = pass.length;
+        if (head > 0) {
+            pass.length = head;
+            engine_.code(pass);
+            pass.offset += head;
+            pass.length = length - head;
+        }
+        pass.streaming = true;
+        engine_.code(pass);
     }
 
     void put(std::size_t row, const Checksums &checksums) const {
