@@ -39,9 +39,9 @@ class Codec:
     and what comes out is the same for any number. The zfec engine codes in one.
 
     Buffers that are written, and are large, should start equally far from a multiple of 64 bytes,
-    as those of one allocator do: others cost a quarter of the speed. They must not overlap any other
-    buffer of the call; those that are only read may overlap each other. All of a call have the same
-    length, 0 or more bytes, and are contiguous.
+    as those of one allocator do: others cost a quarter of the speed. They must not overlap any
+    other buffer of the call; those that are only read may overlap each other. All of a call have
+    the same length, 0 or more bytes, and are contiguous.
 
     Args:
         k: number of data fragments, at least 1.
