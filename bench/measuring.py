@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -47,6 +49,18 @@ def take_turns(cases: dict[str, Case], rounds: int, clock: Callable[[], float]) 
             start = clock()
             case.run()
             case.seconds.append(clock() - start)
+
+
+def others_cpus(run: Callable[[], None]) -> float:
+    """Run something; return how many CPUs' worth of time other processes took meanwhile."""
+
+    def busy_s() -> float:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+    busy_before_s, start_s = busy_s(), time.perf_counter()
+    run()
+    return (busy_s() - busy_before_s) / (time.perf_counter() - start_s)
 
 
 def ratio(case: Case, base: Case) -> float:
