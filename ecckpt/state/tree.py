@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import msgpack
 import torch
 
 from ecckpt.errors import UnsupportedState
+from ecckpt.state.encoding import Encoder
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.stored import CONTAINERS
 from ecckpt.state.values import (
     DEPTH_MAX,
     OBJECT,
     TENSOR,
-    Encoder,
     extension,
     kind_name,
     pack,
@@ -82,6 +83,11 @@ def flatten(state: dict[Any, Any]) -> Flat:
     return Flat(tuple(leaves.paths), tuple(leaves.tensors), tree)
 
 
+@cache  # states have the same number of tensors at every save, perhaps tens of thousands
+def _reference(index: int) -> msgpack.ExtType:
+    return msgpack.ExtType(TENSOR, index.to_bytes(4, "big"))
+
+
 class _Leaves:
     def __init__(self) -> None:
         self.paths: list[Path] = []
@@ -92,7 +98,7 @@ class _Leaves:
         if isinstance(value, torch.Tensor):
             self.paths.append(path)
             self.tensors.append(value)
-            return msgpack.ExtType(TENSOR, (len(self.paths) - 1).to_bytes(4, "big"))
+            return _reference(len(self.paths) - 1)
         # An object inside the state_dict() of another has nothing to be loaded into later.
         if self._in_object or not is_stateful(value):
             refuse(value, path)
