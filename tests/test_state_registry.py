@@ -83,6 +83,7 @@ def test_a_codec_of_the_users_own():
     ecckpt.register(Decimal, encode=str, decode=Decimal)
     assert restored({"price": [Decimal("1.10")]}) == {"price": [Decimal("1.10")]}
     ecckpt.register(range, encode=lambda r: [r.start, r.stop, r.step], decode=lambda p: range(*p))
+    assert restored(range(3, 9, 2)) == range(3, 9, 2)
 
 
 def test_what_is_not_registered_is_refused_with_both_ways_out():
@@ -114,7 +115,7 @@ def test_attributes_that_are_no_fields_are_refused():
     ecckpt.register(Plan)
     plan = Plan(None)
     plan.extra = 1
-    with pytest.raises(UnsupportedState, match="attributes that are no fields.*extra"):
+    with pytest.raises(UnsupportedState, match=r"attributes that are no fields.*extra"):
         plan_shard({"a": plan})
 
 
@@ -203,7 +204,7 @@ def test_names_are_unique_and_a_class_may_be_registered_again():
 
     other = namesake()
     ecckpt.register(other)  # its qualified name differs
-    with pytest.raises(InvalidConfig, match="'Span' is registered for .*test_state_registry.Span"):
+    with pytest.raises(InvalidConfig, match=r"'Span' is registered for .*test_state_registry.Span"):
         ecckpt.register(other, name="Span")
     ecckpt.register(namesake())  # the same definition, run again
     with pytest.raises(UnsupportedState):
@@ -219,6 +220,7 @@ def test_names_are_unique_and_a_class_may_be_registered_again():
         (int, {}),
         (dict, {}),
         (torch.nn.Linear, {}),
+        (torch.nn.Parameter, {}),
         (Decimal, {}),
         (Decimal, {"encode": str}),
         (Decimal, {"decode": Decimal}),

@@ -1,6 +1,5 @@
 """Values: every type comes back as itself, everything else is refused by path and name."""
 
-import dataclasses
 import datetime
 import enum
 import math
@@ -8,15 +7,14 @@ import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from contextlib import suppress
 from decimal import Decimal
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import VALUES, Colour, Point, same
 
-import ecckpt
 from ecckpt.errors import CorruptFragment, UnsupportedState
 from ecckpt.state import load, plan_shard, read_shard
 from ecckpt.state.encoding import Encoder
@@ -36,90 +34,12 @@ from ecckpt.state.values import (
 )
 
 
-@ecckpt.register
-class Colour(enum.IntEnum):
-    RED = 1
-
-
-@ecckpt.register
-@dataclasses.dataclass(frozen=True)
-class Point:
-    x: int
-    y: tuple = ()
-
-
-REGISTERED = (Colour.RED, Point(1), Point(2, (Colour.RED, Point(3))))
-
-
 def round_trip(value):
     problems = []
     stored = decode(pack(Encoder().encode(value, ())), [].__getitem__)
     tree = resolve(stored, lambda *problem: problems.append(problem))
     assert not problems
     return tree
-
-
-def same(one, other):
-    """Equal in type and value all the way down; NaN equals NaN, and 0.0 is not -0.0."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        if getattr(one, "default_factory", None) is not getattr(other, "default_factory", None):
-            return False
-        return len(one) == len(other) and all(
-            same(a, b) and same(one[a], other[b]) for a, b in zip(one, other, strict=True)
-        )
-    if isinstance(one, list | tuple | deque):
-        if getattr(one, "maxlen", None) != getattr(other, "maxlen", None):
-            return False
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ndarray | np.generic):
-        return one.dtype == other.dtype and one.shape == other.shape and repr(one) == repr(other)
-    if isinstance(one, float | complex):
-        return repr(one) == repr(other)
-    return one == other
-
-
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(min_value=-(2**200), max_value=2**200)
-    | st.floats()
-    | st.complex_numbers()
-    | st.text(st.characters())
-    | st.binary()
-    | st.binary().map(bytearray)
-    | st.text(st.characters(exclude_characters="\0"), max_size=9).map(pathlib.Path)
-    | st.sampled_from([np.float32(0.1), np.arange(3), torch.int8, torch.Size([2]), *REGISTERED])
-)
-KEYS = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False)
-    | st.text()
-    | st.binary()
-    | st.sampled_from([np.int64(5), torch.float32, pathlib.PurePosixPath("a"), *REGISTERED]),
-    lambda keys: st.lists(keys, max_size=3).map(tuple),
-    max_leaves=4,
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda values: (
-        st.lists(values, max_size=4)
-        | st.lists(values, max_size=4).map(tuple)
-        | st.dictionaries(KEYS, values, max_size=4)
-        | st.dictionaries(KEYS, values, max_size=4).map(OrderedDict)
-        | st.dictionaries(KEYS, values, max_size=4).map(partial(defaultdict, list))
-        | st.dictionaries(KEYS, st.integers(), max_size=4).map(Counter)
-        | st.builds(deque, st.lists(values, max_size=4), st.none() | st.integers(0, 6))
-        | st.frozensets(KEYS, max_size=4)
-        | st.frozensets(KEYS, max_size=4).map(set)
-    ),
-    max_leaves=12,
-)
 
 
 @settings(max_examples=150, deadline=None)
@@ -157,7 +77,7 @@ def test_any_tree_of_values_comes_back_as_it_was(value):
         pathlib.Path("caf\udce9"),
         pathlib.PurePosixPath("a"),
         pathlib.PureWindowsPath("c:/a"),
-        {1j: 0, np.float32(0.5): 1, torch.int8: 2, Colour.RED: 3, Point(1): 4},
+        {1j: 0, pathlib.Path(): 1, torch.int8: 2, Colour.RED: 3, Point(1): 4},
         {Colour.RED, (Point(2), 3)},
         torch.Size([2, 0, 3]),
         torch.bfloat16,
@@ -242,7 +162,7 @@ def test_everything_else_is_refused_by_path_and_type(name):
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("key", [frozenset({1}), Unknown.RED, range(3), (1, Unknown.RED)])
+@pytest.mark.parametrize("key", [frozenset({1}), Unknown.RED, np.int64(1), (1, Unknown.RED)])
 def test_other_keys_are_refused(key):
     with pytest.raises(UnsupportedState, match=r"^progress.*: cannot store a dict key of type"):
         plan_shard({"progress": {key: 1}})

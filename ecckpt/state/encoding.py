@@ -116,14 +116,14 @@ def _key(key: Any, path: Path) -> Any:
         return extension(values.TUPLE, [_key(part, (*path, key)) for part in key])
     if codec_of(kind) is not None:
         return Encoder().encode(key, path)
-    scalar = None if kind in _MUTABLE else _scalar(key, path)
-    if scalar is None:
+    if kind not in _KEYS:
         raise UnsupportedState(
             describe(path),
             f"a dict key of type {kind_name(key)}",
-            hint="keys may be scalars, members of a registered enum, and tuples of these",
+            hint="keys may be scalars, members of a registered enum, and tuples of these; "
+            "of a numpy scalar, store int(key) or float(key)",
         )
-    return scalar
+    return _SCALARS[kind](key)
 
 
 def _set(_: Encoder, members: Iterable[Any], path: Path) -> Any:
@@ -133,7 +133,6 @@ def _set(_: Encoder, members: Iterable[Any], path: Path) -> Any:
     return extension(values.SET if type(members) is set else values.FROZENSET, items)
 
 
-_MUTABLE = frozenset({np.ndarray, bytearray})
 _CONTAINERS: dict[type, Callable[[Encoder, Any, Path], Any]] = {
     dict: Encoder._dict,
     list: Encoder._items,
@@ -175,6 +174,7 @@ _SCALARS: dict[type, Callable[[Any], msgpack.ExtType]] = {
     torch.device: _torch_name(values.DEVICE),
     **{kind: _path(name) for name, kind in values.PATHS.items()},
 }
+_KEYS = _SCALARS.keys() - {bytearray}
 
 
 def _numpy(value: Any, path: Path) -> msgpack.ExtType:

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
 from ecckpt.errors import InvalidConfig, UnsupportedState
 from ecckpt.state.paths import Path, describe
+from ecckpt.state.values import FACTORIES, PATHS, PLAIN
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -27,6 +31,12 @@ class Codec:
     decode: Callable[[Any], Any]
 
 
+_NATIVE = {
+    *PLAIN,
+    *FACTORIES.values(),
+    *PATHS.values(),
+    *(bytearray, np.ndarray, torch.Size, torch.dtype, torch.device),
+}
 _by_kind: dict[type, Codec] = {}
 _by_name: dict[str, Codec] = {}
 
@@ -53,7 +63,7 @@ def register(
     """
     if not isinstance(kind, type) or (encode is None) != (decode is None):
         raise InvalidConfig("register() takes a class, and encode and decode or neither")
-    if kind.__module__ == "builtins" or hasattr(kind, "load_state_dict"):
+    if kind in _NATIVE or issubclass(kind, torch.Tensor) or hasattr(kind, "load_state_dict"):
         raise InvalidConfig(f"{kind.__name__} is stored without register(), in its own way")
     name = name or kind.__qualname__
     other = _by_name.get(name)

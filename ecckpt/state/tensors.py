@@ -83,7 +83,8 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # Not reshape(-1): of a single element it keeps any stride, and that cannot be viewed as bytes.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 _TO_PLAIN = "store the plain tensors that it is made of"
