@@ -15,6 +15,7 @@ from ecckpt.errors import UnsupportedState
 from ecckpt.state import values
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.registry import codec_of
+from ecckpt.state.stored import StoredValue
 from ecckpt.state.values import DEPTH_MAX, PLAIN, extension, kind_name, pack, refuse
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -24,11 +25,17 @@ class Encoder:
     """Turns a tree of values into what ``pack`` takes.
 
     ``leaf(value, path)`` is called for whatever is no value (tensors, objects with a state): it
-    returns something already encoded, or raises ``UnsupportedState``.
+    returns something already encoded, or raises ``UnsupportedState``. ``leaves(tensors, path)``, if
+    given, does so for a whole dict of tensors with text keys: the form of most large states.
     """
 
-    def __init__(self, leaf: Callable[[Any, Path], Any] = refuse) -> None:
+    def __init__(
+        self,
+        leaf: Callable[[Any, Path], Any] = refuse,
+        leaves: Callable[[dict[str, torch.Tensor], Path], Any] | None = None,
+    ) -> None:
         self._leaf = leaf
+        self._leaves = leaves
 
     def encode(self, value: Any, path: Path) -> Any:
         """``value`` as plain msgpack types and extensions; raises ``UnsupportedState``."""
@@ -57,6 +64,8 @@ class Encoder:
 
     def _dict(self, entries: dict[Any, Any], path: Path) -> Any:
         if {str}.issuperset(map(type, entries)):
+            if self._leaves and _TENSORS.issuperset(map(type, entries.values())):
+                return self._leaves(entries, path)
             return {
                 key: value if type(value) in PLAIN else self.encode(value, (*path, key))
                 for key, value in entries.items()
@@ -114,7 +123,7 @@ def _key(key: Any, path: Path) -> Any:
         return key
     if kind is tuple and len(path) <= DEPTH_MAX:
         return extension(values.TUPLE, [_key(part, (*path, key)) for part in key])
-    if codec_of(kind) is not None:
+    if kind is StoredValue or codec_of(kind) is not None:
         return Encoder().encode(key, path)
     if kind not in _KEYS:
         raise UnsupportedState(
@@ -124,6 +133,11 @@ def _key(key: Any, path: Path) -> Any:
             "of a numpy scalar, store int(key) or float(key)",
         )
     return _SCALARS[kind](key)
+
+
+def _stored_value(_: Encoder, value: StoredValue, path: Path) -> Any:
+    """One that was read and not resolved, as it was."""
+    return extension(values.REGISTERED, [value.kind, Encoder().encode(value.payload, path)])
 
 
 def _set(_: Encoder, members: Iterable[Any], path: Path) -> Any:
@@ -143,6 +157,7 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any, Path], Any]] = {
     deque: Encoder._deque,
     set: _set,
     frozenset: _set,
+    StoredValue: _stored_value,
 }
 
 

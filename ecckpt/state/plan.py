@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import msgpack
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
@@ -26,26 +27,31 @@ from ecckpt.state.layout import (
 from ecckpt.state.metadata import Notes
 from ecckpt.state.paths import Path, tensor_names
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import Part, is_raw, memory_key, part_of
+from ecckpt.state.tensors import Parts, is_raw, memory_key
 from ecckpt.state.tree import flatten
 
 
-class _Slot(NamedTuple):
-    """What decides a tensor's place; ``owner`` indexes the tensor it is tied to, or itself."""
+class _Columns(NamedTuple):
+    """What decides the places of the tensors, by index; ``owners`` gives what each is tied to.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owner: int
-    sharding: Sharding | None
+    Columns, because a call or an object for each of 20,000 tensors would show in every save.
+    """
+
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    owners: list[int]
+    shardings: dict[int, Sharding]
 
 
 class _Layout(NamedTuple):
     """The part of a plan that outlives it: places and names, no tensors."""
 
     paths: tuple[Path, ...]
-    slots: list[_Slot]
-    names: list[str]
-    entries: dict[int, Entry]  # by index of the owner
+    columns: _Columns
+    names: bytes  # packed
+    owned: list[int]  # indices of the tensors that are stored
+    entries: list[Entry]  # of those
+    places: NDArray[np.int64]  # of those: begin and bytes
     header: str
     data_bytes: int
 
@@ -58,10 +64,10 @@ class ShardPlan:
     """
 
     def __init__(
-        self, layout: _Layout, parts: list[Part], values: bytes, shardings: Shardings
+        self, layout: _Layout, tensors: list[torch.Tensor], values: bytes, shardings: Shardings
     ) -> None:
         self._layout = layout
-        self._parts: list[Part] | None = parts
+        self._locals: list[torch.Tensor] | None = tensors
         self._values = values
         self._shardings = shardings
         self._header = render_header(
@@ -78,7 +84,7 @@ class ShardPlan:
         read-only, ``WrongOrder`` on a second call. Nothing in the state may change its shape or
         storage between ``plan_shard`` and this call; after it the state may change at will.
         """
-        if self._parts is None:
+        if self._locals is None:
             raise WrongOrder("this plan is written already", hint="plan_shard() for each save")
         buffer = memoryview(target).cast("B")
         if buffer.readonly or len(buffer) < self.shard_bytes:
@@ -91,37 +97,34 @@ class ShardPlan:
         buffer[data_start + data_bytes : self.shard_bytes] = self._values
         if data_bytes:
             self._write_tensors(buffer[data_start : data_start + data_bytes], threads)
-        self._parts, self._values = None, b""  # a plan kept as `previous` is small
+        self._locals, self._values = None, b""  # a plan kept as `previous` is small
 
     def _write_tensors(self, data: memoryview, threads: int) -> None:
-        assert self._parts is not None
-        address = np.frombuffer(data, np.uint8).ctypes.data
-        rows: list[int] = []
-        for index, entry in self._layout.entries.items():
-            local = self._parts[index].local
-            if entry.begin == entry.end:
-                continue
-            if is_raw(local):
-                rows += (local.data_ptr(), address + entry.begin, entry.end - entry.begin)
-            else:
-                _write_tensor(data, entry, local)
-        if rows:
-            copy_many(np.array(rows, np.int64).reshape(-1, 3), threads=threads)
+        assert self._locals is not None
+        owned = [self._locals[index] for index in self._layout.owned]
+        raw = np.array([is_raw(local) for local in owned], bool)
+        begins, sizes = self._layout.places.T
+        for index in np.flatnonzero(~raw & (sizes > 0)):
+            _write_tensor(data, self._layout.entries[index], owned[index])
+        sources = np.array([local.data_ptr() for local in owned], np.int64)
+        targets = begins + np.frombuffer(data, np.uint8).ctypes.data
+        rows = np.column_stack((sources, targets, sizes))[raw & (sizes > 0)]
+        if len(rows):
+            copy_many(rows, threads=threads)
 
     @classmethod
     def of(cls, state: dict[Any, Any], previous: Self | None) -> Self:
         """See ``plan_shard``."""
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
-        parts = [
-            part_of(tensor, path, shardings)
-            for tensor, path in zip(flat.tensors, flat.paths, strict=True)
-        ]
-        slots = _slots(parts)
+        parts = Parts.of(flat.tensors, flat.paths, shardings)
+        columns = _columns(parts)
         layout = previous._layout if previous else None
-        if layout is None or layout.paths != flat.paths or layout.slots != slots:
-            layout = _arrange(flat.paths, slots)
-        return cls(layout, parts, msgpack.packb([layout.names, flat.tree]), shardings)
+        if layout is None or layout.paths != flat.paths or layout.columns != columns:
+            layout = _arrange(flat.paths, columns)
+        # An array of two, of which the first is packed already.
+        values = b"\x92" + layout.names + msgpack.packb(flat.tree)
+        return cls(layout, parts.locals, values, shardings)
 
 
 def plan_shard(state: dict[Any, Any], *, previous: ShardPlan | None = None) -> ShardPlan:
@@ -151,30 +154,36 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _slots(parts: list[Part]) -> list[_Slot]:
-    addresses = [part.local.data_ptr() for part in parts]
-    # Only what begins where another begins can be tied to it; full keys of all would cost as much
-    # as the rest of planning.
-    counts = Counter(addresses)
-    owners: dict[Any, int] = {}
-    slots = []
-    for index, (part, address) in enumerate(zip(parts, addresses, strict=True)):
-        key = memory_key(part) if counts[address] > 1 else None
-        owner = index if key is None else owners.setdefault(key, index)
-        slots.append(_Slot(part.local.dtype, part.local.shape, owner, part.sharding))
-    return slots
+def _columns(parts: Parts) -> _Columns:
+    tensors = parts.locals
+    addresses = [local.data_ptr() for local in tensors]
+    owners = list(range(len(tensors)))
+    # Only what begins where another begins can be tied to it.
+    if len(set(addresses)) < len(addresses):
+        counts = Counter(addresses)
+        known: dict[Any, int] = {}
+        for index, address in enumerate(addresses):
+            key = memory_key(parts[index]) if counts[address] > 1 else None
+            if key is not None:
+                owners[index] = known.setdefault(key, index)
+    return _Columns(
+        [local.dtype for local in tensors],
+        [local.shape for local in tensors],
+        owners,
+        parts.shardings,
+    )
 
 
-def _arrange(paths: tuple[Path, ...], slots: list[_Slot]) -> _Layout:
+def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
     try:
         names = tensor_names(paths)
     except ValueError as error:
         raise UnsupportedState("state", str(error), hint="rename one of their keys") from error
-    owners = [index for index, slot in enumerate(slots) if slot.owner == index]
+    owned = [index for index, owner in enumerate(columns.owners) if owner == index]
     described = []
     dtypes: dict[str, str] = {}
-    for index in owners:
-        dtype, shape, _, _ = slots[index]
+    for index in owned:
+        dtype, shape = columns.dtypes[index], tuple(columns.shapes[index])
         align_bytes = dtype.itemsize
         if dtype in BYTES_NAMES:
             dtypes[names[index]] = BYTES_NAMES[dtype]
@@ -184,17 +193,20 @@ def _arrange(paths: tuple[Path, ...], slots: list[_Slot]) -> _Layout:
     notes = Notes(
         dtypes=dtypes,
         aliases={
-            names[index]: names[slot.owner]
-            for index, slot in enumerate(slots)
-            if slot.owner != index
+            names[index]: names[owner]
+            for index, owner in enumerate(columns.owners)
+            if owner != index
         },
-        shardings={names[i]: part for i in owners if (part := slots[i].sharding) is not None},
+        shardings={names[i]: part for i in owned if (part := columns.shardings.get(i)) is not None},
     )
+    places = [(entry.begin, entry.end - entry.begin) for entry in entries]
     return _Layout(
         paths=paths,
-        slots=slots,
-        names=names,
-        entries=dict(zip(owners, entries, strict=True)),
+        columns=columns,
+        names=msgpack.packb(names),
+        owned=owned,
+        entries=entries,
+        places=np.array(places, np.int64).reshape(-1, 2),
         header=render_entries(entries, notes.render()),
         data_bytes=max((entry.end for entry in entries), default=0),
     )

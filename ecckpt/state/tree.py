@@ -75,7 +75,7 @@ def flatten(state: dict[Any, Any]) -> Flat:
     check_root(state)
     leaves = _Leaves()
     try:
-        tree = pack(Encoder(leaves.add).encode(state, ()))
+        tree = pack(Encoder(leaves.add, leaves.add_all).encode(state, ()))
     except (ValueError, OverflowError) as error:  # msgpack's 32-bit lengths
         raise UnsupportedState(
             "state", f"values this large ({error})", hint="keep large data in tensors"
@@ -103,9 +103,15 @@ class _Leaves:
         if self._in_object or not is_stateful(value):
             refuse(value, path)
         self._in_object = True
-        encoded = Encoder(self.add).encode(value.state_dict(), path)
+        encoded = Encoder(self.add, self.add_all).encode(value.state_dict(), path)
         self._in_object = False
         return extension(OBJECT, [kind_name(value), encoded])
+
+    def add_all(self, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
+        first = len(self.paths)
+        self.paths += [(*path, key) for key in tensors]
+        self.tensors += tensors.values()
+        return dict(zip(tensors, map(_reference, range(first, len(self.paths))), strict=True))
 
 
 def holds(node: Any, wanted: Callable[[Any], bool], path: Path = ()) -> bool:
