@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
@@ -27,7 +26,7 @@ from ecckpt.state.layout import (
 from ecckpt.state.metadata import Notes
 from ecckpt.state.paths import Path, tensor_names
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import Parts, is_raw, memory_key
+from ecckpt.state.tensors import Parts
 from ecckpt.state.tree import flatten
 
 
@@ -49,7 +48,7 @@ class _Layout(NamedTuple):
     paths: tuple[Path, ...]
     columns: _Columns
     names: bytes  # packed
-    owned: list[int]  # indices of the tensors that are stored
+    owned: NDArray[np.int64]  # indices of the tensors that are stored
     entries: list[Entry]  # of those
     places: NDArray[np.int64]  # of those: begin and bytes
     header: str
@@ -63,11 +62,9 @@ class ShardPlan:
     ``previous`` for the next plan.
     """
 
-    def __init__(
-        self, layout: _Layout, tensors: list[torch.Tensor], values: bytes, shardings: Shardings
-    ) -> None:
+    def __init__(self, layout: _Layout, parts: Parts, values: bytes, shardings: Shardings) -> None:
         self._layout = layout
-        self._locals: list[torch.Tensor] | None = tensors
+        self._parts: Parts | None = parts
         self._values = values
         self._shardings = shardings
         self._header = render_header(
@@ -84,7 +81,7 @@ class ShardPlan:
         read-only, ``WrongOrder`` on a second call. Nothing in the state may change its shape or
         storage between ``plan_shard`` and this call; after it the state may change at will.
         """
-        if self._locals is None:
+        if self._parts is None:
             raise WrongOrder("this plan is written already", hint="plan_shard() for each save")
         buffer = memoryview(target).cast("B")
         if buffer.readonly or len(buffer) < self.shard_bytes:
@@ -97,16 +94,17 @@ class ShardPlan:
         buffer[data_start + data_bytes : self.shard_bytes] = self._values
         if data_bytes:
             self._write_tensors(buffer[data_start : data_start + data_bytes], threads)
-        self._locals, self._values = None, b""  # a plan kept as `previous` is small
+        self._parts, self._values = None, b""  # a plan kept as `previous` is small
 
     def _write_tensors(self, data: memoryview, threads: int) -> None:
-        assert self._locals is not None
-        owned = [self._locals[index] for index in self._layout.owned]
-        raw = np.array([is_raw(local) for local in owned], bool)
-        begins, sizes = self._layout.places.T
+        assert self._parts is not None
+        layout = self._layout
+        raw = np.array(self._parts.raw, bool)[layout.owned]
+        sources = np.array(self._parts.addresses, np.int64)[layout.owned]
+        begins, sizes = layout.places.T
         for index in np.flatnonzero(~raw & (sizes > 0)):
-            _write_tensor(data, self._layout.entries[index], owned[index])
-        sources = np.array([local.data_ptr() for local in owned], np.int64)
+            local = self._parts.locals[layout.owned[index]]
+            _write_tensor(data, layout.entries[index], local)
         targets = begins + np.frombuffer(data, np.uint8).ctypes.data
         rows = np.column_stack((sources, targets, sizes))[raw & (sizes > 0)]
         if len(rows):
@@ -118,13 +116,13 @@ class ShardPlan:
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
         parts = Parts.of(flat.tensors, flat.paths, shardings)
-        columns = _columns(parts)
+        columns = _Columns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
         layout = previous._layout if previous else None
         if layout is None or layout.paths != flat.paths or layout.columns != columns:
             layout = _arrange(flat.paths, columns)
         # An array of two, of which the first is packed already.
         values = b"\x92" + layout.names + msgpack.packb(flat.tree)
-        return cls(layout, parts.locals, values, shardings)
+        return cls(layout, parts, values, shardings)
 
 
 def plan_shard(state: dict[Any, Any], *, previous: ShardPlan | None = None) -> ShardPlan:
@@ -152,26 +150,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _columns(parts: Parts) -> _Columns:
-    tensors = parts.locals
-    addresses = [local.data_ptr() for local in tensors]
-    owners = list(range(len(tensors)))
-    # Only what begins where another begins can be tied to it.
-    if len(set(addresses)) < len(addresses):
-        counts = Counter(addresses)
-        known: dict[Any, int] = {}
-        for index, address in enumerate(addresses):
-            key = memory_key(parts[index]) if counts[address] > 1 else None
-            if key is not None:
-                owners[index] = known.setdefault(key, index)
-    return _Columns(
-        [local.dtype for local in tensors],
-        [local.shape for local in tensors],
-        owners,
-        parts.shardings,
-    )
 
 
 def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
@@ -204,7 +182,7 @@ def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
         paths=paths,
         columns=columns,
         names=msgpack.packb(names),
-        owned=owned,
+        owned=np.array(owned, np.int64),
         entries=entries,
         places=np.array(places, np.int64).reshape(-1, 2),
         header=render_entries(entries, notes.render()),
