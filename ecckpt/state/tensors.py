@@ -67,28 +67,29 @@ class Parts:
     ) -> Self:
         """The parts of ``tensors``, as ``part_of`` gives and refuses them one by one."""
         parts = cls()
+        locals_, dtypes, shapes = parts.locals, parts.dtypes, parts.shapes
+        addresses, raw = parts.addresses, parts.raw
         for index, tensor in enumerate(tensors):
-            local = tensor
-            if (
-                type(tensor) not in _PLAIN_TYPES
-                or (dtype := tensor.dtype) not in STORED
-                or tensor.layout is not torch.strided
-                or tensor.is_nested
-                or tensor.is_meta
+            local, dtype = tensor, tensor.dtype
+            on_cpu = local.is_cpu
+            # What most tensors are; `part_of` looks at the others more closely.
+            if not (
+                on_cpu
+                and type(tensor) in _PLAIN_TYPES
+                and dtype in STORED
+                and tensor.layout is torch.strided
+                and not tensor.is_nested
             ):
                 local, sharding = part_of(tensor, paths[index], shardings)
-                dtype = local.dtype
+                dtype, on_cpu = local.dtype, local.is_cpu
                 if sharding is not None:
                     parts.shardings[index] = sharding
-            parts.locals.append(local)
-            parts.dtypes.append(dtype)
-            parts.shapes.append(local.shape)
-            parts.addresses.append(local.data_ptr())
-            parts.raw.append(
-                local.is_cpu
-                and local.is_contiguous()
-                and not (local.is_neg() or (dtype.is_complex and local.is_conj()))
-            )
+            locals_.append(local)
+            dtypes.append(dtype)
+            shapes.append(local.shape)
+            addresses.append(local.data_ptr())
+            negated = local.is_neg() or (dtype.is_complex and local.is_conj())
+            raw.append(on_cpu and not negated and local.is_contiguous())
         return parts
 
     def owners(self) -> list[int]:
