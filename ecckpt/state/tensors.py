@@ -13,6 +13,7 @@ from ecckpt.state.dtypes import STORED
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.sharding import Sharding, Shardings, has_partial, is_dtensor, local_tensor
 
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -88,7 +89,7 @@ class Parts:
             dtypes.append(dtype)
             shapes.append(local.shape)
             addresses.append(local.data_ptr())
-            negated = local.is_neg() or (dtype.is_complex and local.is_conj())
+            negated = local.is_neg() or (dtype in _COMPLEX and local.is_conj())
             raw.append(on_cpu and not negated and local.is_contiguous())
         return parts
 
