@@ -12,6 +12,8 @@ import torch
 import ecckpt
 from ecckpt.errors import InvalidConfig, StateMismatch, UnsupportedState
 from ecckpt.state import load, plan_shard, read_shard, registry
+from ecckpt.state.encoding import Encoder
+from ecckpt.state.values import pack
 
 
 def shard_of(state):
@@ -155,6 +157,22 @@ def test_unknown_names_are_listed_by_path_and_nothing_changes():
     load(live, shard)
     assert live["holder"].state == {"span": Span(1)}
     assert live["c"] == {Span(4)}
+
+
+def test_what_was_read_compares_and_is_written_as_it_was():
+    ecckpt.register(Span)
+    shard = shard_of({"a": {Span(1): Span(2)}, "b": {Span(1): Span(2)}, "c": {Span(3): None}})
+    tree = shard.tree()
+    assert tree["a"] == tree["b"] == shard.tree()["a"]
+    assert tree["a"].keys() != tree["c"].keys()
+    registry._by_name.clear()
+    registry._by_kind.clear()
+    assert pack(Encoder().encode(tree, ())) == pack(Encoder().encode(shard.tree(), ()))
+    again = shard_of(tree)
+    ecckpt.register(Span)
+    live = {"a": None, "b": None, "c": None}
+    load(live, again)
+    assert live == {"a": {Span(1): Span(2)}, "b": {Span(1): Span(2)}, "c": {Span(3): None}}
 
 
 def test_a_class_that_changed_is_named_and_nothing_changes():

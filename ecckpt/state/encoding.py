@@ -135,9 +135,9 @@ def _key(key: Any, path: Path) -> Any:
     return _SCALARS[kind](key)
 
 
-def _stored_value(_: Encoder, value: StoredValue, path: Path) -> Any:
+def _stored_value(_: Encoder, value: StoredValue, __: Path) -> msgpack.ExtType:
     """One that was read and not resolved, as it was."""
-    return extension(values.REGISTERED, [value.kind, Encoder().encode(value.payload, path)])
+    return msgpack.ExtType(values.REGISTERED, value.packed)
 
 
 def _set(_: Encoder, members: Iterable[Any], path: Path) -> Any:

@@ -58,6 +58,8 @@ class _Decoder:
             return self._leaf(int.from_bytes(data, "big"))
         if code in _RAW:
             return _RAW[code](data)
+        if code == values.REGISTERED:
+            return _registered(self.unpack(data), data)
         if code in _PACKED:
             return _PACKED[code](self.unpack(data))
         raise ValueError(f"unknown extension {code}")
@@ -137,11 +139,11 @@ def _path(parts: list[Any]) -> Any:
     return values.PATHS[kind](text)
 
 
-def _registered(parts: list[Any]) -> StoredValue:
+def _registered(parts: list[Any], packed: bytes) -> StoredValue:
     name, payload = parts
     if type(name) is not str:
         raise TypeError("a value without the name of its class")
-    return StoredValue(name, payload)
+    return StoredValue(name, payload, packed)
 
 
 def _object(parts: list[Any]) -> StoredObject:
@@ -171,6 +173,5 @@ _PACKED: dict[int, Callable[[Any], Any]] = {
     values.SCALAR: _scalar,
     values.SIZE: torch.Size,
     values.PATH: _path,
-    values.REGISTERED: _registered,
     values.OBJECT: _object,
 }

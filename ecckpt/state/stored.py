@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,12 +34,16 @@ class StoredObject:
     state: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: it may be a key before it is resolved
+@dataclass(frozen=True, slots=True)
 class StoredValue:
-    """An instance of a registered class: the name it was stored under, and plain values."""
+    """An instance of a registered class: the name it was stored under, and plain values.
 
-    kind: str
-    payload: Any
+    Compared by ``packed``, both of them as they were read: it may be a key before it is made.
+    """
+
+    kind: str = field(compare=False)
+    payload: Any = field(compare=False)
+    packed: bytes
 
 
 def is_stored(node: Any) -> bool:
