@@ -9,9 +9,17 @@ from ecckpt.errors import EcckptError
 
 if TYPE_CHECKING:
     from ecckpt.checkpointer import Checkpointer, Restored, SaveHandle
-    from ecckpt.state import RngState
+    from ecckpt.state import RngState, register
 
-__all__ = ["Checkpointer", "EcckptError", "Restored", "RngState", "SaveHandle", "errors"]
+__all__ = [
+    "Checkpointer",
+    "EcckptError",
+    "Restored",
+    "RngState",
+    "SaveHandle",
+    "errors",
+    "register",
+]
 
 # Loaded on first use: they import torch, which the agent must never do.
 _LAZY = {
@@ -19,6 +27,7 @@ _LAZY = {
     "Restored": "ecckpt.checkpointer",
     "SaveHandle": "ecckpt.checkpointer",
     "RngState": "ecckpt.state",
+    "register": "ecckpt.state",
 }
 
 
