@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ecckpt.config import NodeConfig, read_token
-from ecckpt.errors import AgentUnreachable, EcckptError
+from ecckpt.errors import AgentUnreachable, EcckptError, InvalidConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser().parse_args(arguments)
         status: int = parsed.act(parsed)
-    except EcckptError as error:
+    except (EcckptError, OSError) as error:
         print(f"ecckpt: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -32,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_agent(commands)
     _add_looks(commands)
+    _add_exchange(commands)
     _add_demo(commands)
     return parser
 
@@ -61,6 +64,46 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
+
+
+def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    node = NodeConfig.from_environment()
+    export = commands.add_parser("export", help="write a checkpoint's tensors as files for others")
+    export.add_argument("run")
+    export.add_argument("agents", nargs="+", metavar="HOST:PORT", help="all that may hold some")
+    export.add_argument(
+        "--to",
+        nargs=2,
+        required=True,
+        metavar=("FORMAT", "DIR"),
+        help="safetensors: what Hugging Face's tools load; DIR must be new or empty",
+    )
+    export.add_argument("--step", type=int, help="this step instead of the newest")
+    export.add_argument("--prefix", default="model.", help="of the names; it is cut off")
+    export.add_argument("--rank", type=int, help="whose tensors, where ranks have different ones")
+    export.add_argument(
+        "--max-shard-bytes", type=_bytes, default="5GB", metavar="SIZE", help="of a file (5GB)"
+    )
+    export.add_argument("--token-file", type=Path, default=node.token_file)
+    export.add_argument("--json", action="store_true")
+    export.set_defaults(act=_export)
+    take = commands.add_parser("import", help="save a folder of safetensors files as a new run")
+    take.add_argument("run")
+    take.add_argument("folder", type=Path, metavar="DIR")
+    take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
+    take.add_argument("--agents", nargs="*", default=[], metavar="HOST:PORT", help="more holders")
+    take.add_argument("--step", type=int, default=0)
+    take.add_argument("--json", action="store_true")
+    take.set_defaults(act=_import)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,15}) ?([KMGT]i?)?B?", text)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size (such as 5GB or 512MiB)")
+    power = " KMGT".index((match[2] or " ")[0])
+    size: int = int(match[1]) * (1024 if (match[2] or "").endswith("i") else 1000) ** power
+    return size
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -147,6 +190,53 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
         if not plan.generations:
             print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    kind, folder = arguments.to
+    if kind != "safetensors":
+        raise InvalidConfig(f"--to {kind}: no such format", hint="safetensors is one")
+    from ecckpt.exporting import export_safetensors
+    from ecckpt.opening import open as open_run
+
+    token = read_token(arguments.token_file)
+    opened = open_run(arguments.run, arguments.agents, step=arguments.step, token=token)
+    if arguments.rank is not None:
+        opened = opened.as_rank(arguments.rank)
+    done = export_safetensors(
+        opened,
+        Path(folder),
+        prefix=arguments.prefix,
+        max_file_bytes=arguments.max_shard_bytes,
+    )
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.tensors} tensors, {done.total_bytes:,} bytes in {len(done.files)} files "
+            f"of generation {done.generation}: {done.folder}"
+        )
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from ecckpt.importing import import_safetensors
+
+    done = import_safetensors(
+        arguments.run,
+        arguments.folder,
+        root=arguments.root,
+        agents=arguments.agents,
+        step=arguments.step,
+    )
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.tensors} tensors, {done.total_bytes:,} bytes as generation {done.generation} "
+            f"of run {done.run}: {done.promise}"
+        )
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
