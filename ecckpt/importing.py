@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-
 from ecckpt.agents import find_or_start, local_client
 from ecckpt.checkpointer import Checkpointer
 from ecckpt.client import AgentClient
