@@ -93,8 +93,23 @@ def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
     take.add_argument("--agents", nargs="*", default=[], metavar="HOST:PORT", help="more holders")
     take.add_argument("--step", type=int, default=0)
+    take.add_argument(
+        "--tie",
+        type=_tie,
+        nargs="*",
+        default=[],
+        metavar="NAME=STORED",
+        help="further names of tensors that are there (lm_head.weight=model.embed_tokens.weight)",
+    )
     take.add_argument("--json", action="store_true")
     take.set_defaults(act=_import)
+
+
+def _tie(text: str) -> tuple[str, str]:
+    name, equals, stored = text.partition("=")
+    if not (name and equals and stored):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=STORED")
+    return name, stored
 
 
 def _bytes(text: str) -> int:
@@ -228,6 +243,7 @@ def _import(arguments: argparse.Namespace) -> int:
         root=arguments.root,
         agents=arguments.agents,
         step=arguments.step,
+        ties=dict(arguments.tie),
     )
     if arguments.json:
         print(json.dumps(asdict(done)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +39,14 @@ def import_safetensors(
     root: Path | None = None,
     agents: Sequence[str] = (),
     step: int = 0,
+    ties: Mapping[str, str] | None = None,
 ) -> Imported:
     """Save the tensors of ``folder`` as ``{"model": {name: tensor}}``, the state of a single rank.
 
     A restore of ``run`` into a module with these names takes them. ``root`` is the folder of this
     node's agent, which is started if none runs; ``agents`` are further ones to hold fragments.
+    ``ties`` are names of tied tensors that the folder does not tell, to names that it has: a module
+    has both, and is restored only from what has both.
 
     Raises:
         InvalidFolder: files that are missing, left over, changed or no safetensors files.
@@ -51,6 +54,12 @@ def import_safetensors(
     """
     check_name("run", run)
     model = read_weights(folder)
+    for alias, name in (ties or {}).items():
+        if name not in model or alias in model:
+            raise InvalidConfig(
+                f"{alias!r} cannot be tied to {name!r}: the second must be there, the first must not"
+            )
+        model[alias] = model[name]
     _require_new(run, NodeConfig.from_environment(root), agents)
     with Checkpointer(
         run,

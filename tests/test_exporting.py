@@ -204,6 +204,15 @@ def test_a_module_is_restored_from_an_import(cluster1, cluster, tmp_path):
         import_safetensors("module", tmp_path / "out", root=cluster1.root("n0"))
 
 
+def test_ties_that_a_folder_does_not_tell(cluster1, folder):
+    root = cluster1.root("n0")
+    for ties in ({"a": "b"}, {"d": "e"}):
+        with pytest.raises(InvalidConfig, match="cannot be tied"):
+            import_safetensors("ties", folder, root=root, ties=ties)
+    assert import_safetensors("ties", folder, root=root, ties={"d": "a"}).tensors == 4
+    assert opened(cluster1, "ties").aliases == {"model.d": "model.a"}
+
+
 def break_index(folder):
     text = (folder / INDEX).read_text()
     (folder / INDEX).write_text(text[: len(text) // 2])
@@ -331,6 +340,7 @@ def test_there_and_back_by_command(capsys, cluster, cluster1, tmp_path):
         (("export", "run", "127.0.0.1:1", "--to", "zip", "x"), "InvalidConfig: --to zip"),
         (("import", "run", "/nowhere"), "InvalidFolder: /nowhere is no folder"),
         (("import", "../run", "/nowhere"), "InvalidConfig: run '../run'"),
+        (("import", "run", "/nowhere", "--tie", "a=b"), "InvalidFolder: /nowhere is no folder"),
     ],
 )
 def test_commands_that_fail(capsys, arguments, words):
@@ -345,6 +355,13 @@ def test_commands_that_fail(capsys, arguments, words):
 )
 def test_sizes(text, size):
     assert cli._bytes(text) == size
+
+
+@pytest.mark.parametrize("tie", ["a", "=b", "a="])
+def test_ties_that_are_none(capsys, tie):
+    with pytest.raises(SystemExit):
+        cli.main(["import", "run", "folder", "--tie", tie])
+    assert "is not NAME=STORED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "0", "GB", "5XB", "-1", "1.5GB", "9" * 20])
