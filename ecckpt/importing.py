@@ -57,7 +57,8 @@ def import_safetensors(
     for alias, name in (ties or {}).items():
         if name not in model or alias in model:
             raise InvalidConfig(
-                f"{alias!r} cannot be tied to {name!r}: the second must be there, the first must not"
+                f"{alias!r} cannot be tied to {name!r}",
+                hint="the folder must have the second of them, and not the first",
             )
         model[alias] = model[name]
     _require_new(run, NodeConfig.from_environment(root), agents)

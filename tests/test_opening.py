@@ -90,6 +90,19 @@ def test_tied_tensors_have_both_names(cluster):
     assert same(found.slice("b")[2:4], weight[2:4])
 
 
+def test_tied_parts_stay_tied_though_empty_ones_are_tied_to_nothing(cluster):
+    weight = random(3, 2)  # of four ranks, the last has no row
+
+    def state(_):
+        part = distribute(weight, [Shard(0)])
+        return {"a": part, "b": part}
+
+    store(cluster, as_ranks(4, state), run="tied-parts")
+    found = opened(cluster, "tied-parts")
+    assert found.aliases == {"b": "a"}
+    assert same(found["b"], weight)
+
+
 def test_names_and_slices_that_are_not_there(cluster):
     store(cluster, [shard_bytes({"x": random(4), "s": torch.tensor(1)})], run="small")
     found = opened(cluster, "small")

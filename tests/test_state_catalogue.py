@@ -71,11 +71,27 @@ def test_ranks_that_contradict_each_other():
     assert "float32 of shape [5, 6] on rank 1" in problem(part((4, 6), (0, 0), 0), other)
 
 
-def test_a_name_tied_on_one_rank_and_stored_on_another_is_the_stored_one():
-    one = Header((*arrange([("x", "F32", (2,), 4), ("y", "F32", (2,), 4)]), None), {}, 64)
-    tied = Header((*arrange([("x", "F32", (2,), 4)]), None), {}, 64)
-    found = catalogue({0: (tied, Notes(aliases={"y": "x"})), 1: (one, Notes())})
-    assert (set(found.tensors), found.aliases) == ({"x", "y"}, {})
+def plain(*names):
+    return Header((*arrange([(name, "F32", (2,), 4) for name in names]), None), {}, 64)
+
+
+def test_tied_is_what_is_tied_on_all_ranks():
+    tied, apart = (plain("x"), Notes(aliases={"y": "x"})), (plain("x", "y"), Notes())
+    assert catalogue({0: tied, 1: tied}).aliases == {"y": "x"}
+    for shards in ({0: tied, 1: apart}, {0: apart, 1: tied}):
+        found = catalogue(shards)
+        assert (set(found.tensors), found.aliases) == ({"x", "y"}, {})
+        (piece,) = found.tensors["y"].pieces
+        begins = {each.rank: each.begin for each in (piece, *piece.copies)}
+        assert begins == {rank: 64 if shards[rank] is tied else 72 for rank in shards}
+    assert catalogue({0: tied, 1: apart}, prefer=0).aliases == {"y": "x"}
+    assert catalogue({0: tied, 1: apart}, prefer=1).aliases == {}
+    swapped = (plain("y"), Notes(aliases={"x": "y", "z": "y"}))
+    assert catalogue({0: tied, 1: swapped}).aliases == {"y": "x"}
+    assert catalogue({0: swapped, 1: swapped}).aliases == {"x": "y", "z": "y"}
+    other = (plain("x", "z"), Notes(aliases={"y": "z"}))
+    found = catalogue({0: tied, 1: other})
+    assert (set(found.tensors), found.aliases) == ({"x", "y", "z"}, {})
 
 
 def test_headers_that_nobody_wrote():

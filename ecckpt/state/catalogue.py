@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -89,19 +89,29 @@ def catalogue(
     with other ranks' tensors of the same name.
     """
     found: dict[str, list[_Found]] = {}
-    aliases: dict[str, str] = {}
+    tied: set[str] = set()
     for rank in sorted(shards, key=lambda rank: (rank != prefer, rank)):
         header, notes = shards[rank]
-        for entry in header.entries[:-1]:  # the last one is the values
-            found.setdefault(entry.name, []).append(_found(rank, entry, header, notes))
-        for alias, name in notes.aliases.items():
-            aliases.setdefault(alias, name)
+        own = {  # the last entry is the values
+            entry.name: _found(rank, entry, header, notes) for entry in header.entries[:-1]
+        }
+        if not own.keys() >= set(notes.aliases.values()) or own.keys() & notes.aliases.keys():
+            raise CorruptFragment(f"rank {rank}: aliases that do not lead to tensors")
+        others = {alias: own[name] for alias, name in notes.aliases.items()}
+        for name, part in (own | others).items():
+            found.setdefault(name, []).append(part)
+        tied |= {*notes.aliases, *notes.aliases.values()}
     tensors = {name: _whole(name, parts, prefer) for name, parts in found.items()}
-    # Tied on one rank and stored apart on another: the name has bytes of its own there.
-    tied = {alias: name for alias, name in aliases.items() if alias not in tensors}
-    if not tensors.keys() >= set(tied.values()):
-        raise CorruptFragment("shards whose aliases do not lead to tensors")
-    return Catalogue(tensors, tied)
+    # Tied is what is the same bytes on all ranks: an empty part is tied to nothing, and two names
+    # may be one tensor on some ranks only.
+    first: dict[Whole, str] = {}
+    aliases: dict[str, str] = {}
+    for name in [name for name in tensors if name in tied]:
+        kept = first.setdefault(replace(tensors[name], name=""), name)
+        if kept != name:
+            aliases[name] = kept
+            del tensors[name]
+    return Catalogue(tensors, aliases)
 
 
 def _found(rank: int, entry: Entry, header: Header, notes: Notes) -> _Found:
