@@ -9,9 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ecckpt.config import NodeConfig, read_token
 from ecckpt.errors import AgentUnreachable, EcckptError, InvalidConfig
+
+if TYPE_CHECKING:
+    from ecckpt.exporting import Exported
+    from ecckpt.integrations.dcp_directory import ExportedDcp
+    from ecckpt.opening import Opened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,10 +82,11 @@ def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         nargs=2,
         required=True,
         metavar=("FORMAT", "DIR"),
-        help="safetensors: what Hugging Face's tools load; DIR must be new or empty",
+        help="safetensors: for Hugging Face's tools; dcp: for torch.distributed.checkpoint; "
+        "DIR must be new or empty",
     )
     export.add_argument("--step", type=int, help="this step instead of the newest")
-    export.add_argument("--prefix", default="model.", help="of the names; it is cut off")
+    export.add_argument("--prefix", help="of the names, cut off (safetensors: model., dcp: none)")
     export.add_argument("--rank", type=int, help="whose tensors, where ranks have different ones")
     export.add_argument(
         "--max-shard-bytes", type=_bytes, default="5GB", metavar="SIZE", help="of a file (5GB)"
@@ -209,29 +216,40 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     kind, folder = arguments.to
-    if kind != "safetensors":
-        raise InvalidConfig(f"--to {kind}: no such format", hint="safetensors is one")
-    from ecckpt.exporting import export_safetensors
+    if kind not in ("safetensors", "dcp"):
+        raise InvalidConfig(f"--to {kind}: no such format", hint="safetensors or dcp")
     from ecckpt.opening import open as open_run
 
     token = read_token(arguments.token_file)
     opened = open_run(arguments.run, arguments.agents, step=arguments.step, token=token)
     if arguments.rank is not None:
         opened = opened.as_rank(arguments.rank)
-    done = export_safetensors(
-        opened,
-        Path(folder),
-        prefix=arguments.prefix,
-        max_file_bytes=arguments.max_shard_bytes,
-    )
+    done = _export_to(kind, opened, Path(folder), arguments)
     if arguments.json:
         print(json.dumps(asdict(done)))
     else:
         print(
-            f"{done.tensors} tensors, {done.total_bytes:,} bytes in {len(done.files)} files "
+            f"{done.tensors} tensors, {done.total_bytes:,} bytes "
             f"of generation {done.generation}: {done.folder}"
         )
     return 0
+
+
+def _export_to(
+    kind: str, opened: Opened, folder: Path, arguments: argparse.Namespace
+) -> Exported | ExportedDcp:
+    if kind == "dcp":
+        from ecckpt.integrations.dcp_directory import export_dcp
+
+        return export_dcp(opened, folder, prefix=arguments.prefix or "")
+    from ecckpt.exporting import export_safetensors
+
+    return export_safetensors(
+        opened,
+        folder,
+        prefix="model." if arguments.prefix is None else arguments.prefix,
+        max_file_bytes=arguments.max_shard_bytes,
+    )
 
 
 def _import(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from ecckpt.errors import InvalidConfig, StateMismatch, UnsupportedState
+from ecckpt.folders import finished_folder, require_unused
 from ecckpt.opening import Opened
 from ecckpt.state.dtypes import CODE_OF
 from ecckpt.state.layout import arrange, render_entries
@@ -59,18 +58,12 @@ def export_safetensors(
         UnsupportedState: a dtype that safetensors files cannot name.
         StateMismatch: tensors that ranks disagree on (see ``Opened.as_rank``).
     """
-    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        raise InvalidConfig(
-            f"{folder} is there, and no empty folder", hint="export to a new one, or remove it"
-        )
+    require_unused(folder)
     names, aliases = _select(opened, prefix)
     _check(opened, names)
     files = _divide(opened, names, max_file_bytes)
     total_bytes = sum(_size_bytes(opened, name) for name in names.values())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.unfinished"
-    unfinished.mkdir()
-    try:
+    with finished_folder(folder) as unfinished:
         facts = {
             file: _write_tensors(opened, unfinished / file, members, aliases)
             for file, members in files.items()
@@ -82,12 +75,6 @@ def export_safetensors(
                 unfinished / INDEX, {"metadata": metadata, "weight_map": places}
             )
         _write_json(unfinished / MANIFEST, _manifest(opened, facts, aliases))
-        _sync(unfinished)
-        unfinished.rename(folder)  # takes the place of an empty folder, and of no other
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     written = tuple(files)
     generation = str(opened.generation)
     return Exported(str(folder), generation, written, len(names), total_bytes, aliases)
@@ -194,14 +181,6 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _Facts:
         file.flush()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": sha256.hexdigest()}
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _pieces(opened: Opened, name: str) -> Iterator[memoryview]:

@@ -51,12 +51,14 @@ class Opened(Mapping[str, torch.Tensor]):
     Attributes:
         run, generation: what is open.
         world_size: how many ranks saved it.
+        preferred: the rank that ``as_rank`` chose, else None.
     """
 
     def __init__(self, run: str, report: GenerationReport, sources: Sources) -> None:
         self.run = run
         self.generation: Generation = report.generation
         self.world_size = report.world_size
+        self.preferred: int | None = None
         self._sources = sources
         self._readers = [RangeReader(shard, sources) for shard in report.shards]
         self._shards = {rank: _header(reader) for rank, reader in enumerate(self._readers)}
@@ -70,6 +72,7 @@ class Opened(Mapping[str, torch.Tensor]):
         self._check_rank(rank)
         other = object.__new__(Opened)
         vars(other).update(vars(self))
+        other.preferred = rank
         other._catalogue = catalogue(self._shards, prefer=rank)
         return other
 
@@ -122,12 +125,19 @@ class Opened(Mapping[str, torch.Tensor]):
 
         An object comes as what its ``state_dict()`` returned.
         """
+        return self._tree(rank, lambda stored: stored.data)
+
+    def tree_of(self, rank: int, place: Callable[[str], Any]) -> dict[Any, Any]:
+        """``values_of``, with ``place(name)`` for the tensors."""
+        return self._tree(rank, lambda stored: place(stored.name))
+
+    def _tree(self, rank: int, place: Callable[[StoredTensor], Any]) -> dict[Any, Any]:
         self._check_rank(rank)
         header, notes = self._shards[rank]
         blob = header.entries[-1]
         values = bytearray(blob.end - blob.begin)
         self._readers[rank].read(header.data_start + blob.begin, memoryview(values))
-        tree: dict[Any, Any] = _plain(outline(header, notes, bytes(values)).tree())
+        tree: dict[Any, Any] = _plain(outline(header, notes, bytes(values)).tree(), place)
         return tree
 
     def _whole(self, name: str) -> Whole:
@@ -278,14 +288,14 @@ def _header(reader: RangeReader) -> tuple[Header, Notes]:
     return header, parse_notes(header.metadata)
 
 
-def _plain(node: Any) -> Any:
+def _plain(node: Any, place: Callable[[StoredTensor], Any]) -> Any:
     """A saved tree without what marks its tensors and objects."""
     if isinstance(node, StoredObject):
-        return _plain(node.state)
+        return _plain(node.state, place)
     if isinstance(node, StoredTensor):
-        return node.data
+        return place(node)
     if type(node) not in CONTAINERS:
         return node
     if isinstance(node, dict):
-        return type(node)((key, _plain(each)) for key, each in node.items())
-    return type(node)(_plain(each) for each in node)
+        return type(node)((key, _plain(each, place)) for key, each in node.items())
+    return type(node)(_plain(each, place) for each in node)
