@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ecckpt.errors import EcckptError, InvalidConfig, StateMismatch, UnsupportedState
 from ecckpt.folders import finished_folder, require_unused
 from ecckpt.opening import Opened
+from ecckpt.state.shard import meta_tensor
 from ecckpt.state.tree import holds
 from ecckpt.state.values import Encoder, pack
 
@@ -113,7 +114,7 @@ def _flatten(opened: Opened, prefix: str) -> _Flat:
         names: dict[int, str] = {}
 
         def stand_in(name: str, names: dict[int, str] = names) -> torch.Tensor:
-            tensor = torch.empty(opened.shape(name), dtype=opened.dtype(name), device="meta")
+            tensor = meta_tensor(opened.shape(name), opened.dtype(name))
             names[id(tensor)] = name
             return tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,8 +75,14 @@ def outline(header: Header, notes: Notes, values: bytes) -> Shard:
         bytes_name = notes.dtypes.get(entry.name)
         dtype = BYTES_DTYPES[bytes_name] if bytes_name else DTYPE_OF[entry.code]
         shape = entry.shape[:-1] if bytes_name else entry.shape
-        tensors[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
+        tensors[entry.name] = meta_tensor(shape, dtype)
     return _shard(tensors, notes, names, tree)
+
+
+def meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values. By way of bytes: torch warns of some dtypes when it makes them."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.empty(size_bytes, dtype=torch.uint8, device="meta").view(dtype).view(shape)
 
 
 def _unpack(values: bytes, blob: Entry) -> tuple[tuple[str, ...], bytes]:
