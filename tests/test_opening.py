@@ -1,6 +1,9 @@
 """Looking into a checkpoint: what is joined, what is proven, and how little is read."""
 
+import os
+import signal
 import socket
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -254,6 +257,19 @@ def test_damaged_blocks_are_read_elsewhere_or_decoded(two_ranks):
     with pytest.raises(TooFewFragments, match=r"block 9 of fragment 0 .*fragment 0 at n0"):
         found["x"]
     assert same(opened(cluster).slice("x")[500:], tensor[500:])  # rank 1's
+
+
+def test_a_node_that_hangs_costs_one_deadline(two_ranks):
+    cluster, tensor = two_ranks
+    found = opened(cluster, timeout_s=0.5)
+    os.killpg(cluster.pid("n0"), signal.SIGSTOP)
+    started_s = time.monotonic()
+    try:
+        assert same(found.slice("x")[:300], tensor[:300])
+        assert same(found["x"], tensor)
+    finally:
+        os.killpg(cluster.pid("n0"), signal.SIGCONT)
+    assert time.monotonic() - started_s < 5
 
 
 def test_a_generation_that_goes_while_it_is_open(cluster6):
