@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from ecckpt.errors import CorruptFragment
 from ecckpt.state.dtypes import BYTES_DTYPES, DTYPE_OF
-from ecckpt.state.layout import Entry, parse_header
+from ecckpt.state.layout import Entry, Header, parse_header
 from ecckpt.state.metadata import Notes, parse_notes
 from ecckpt.state.paths import VALUES_NAME
 from ecckpt.state.reading import MALFORMED, decode
@@ -63,6 +64,25 @@ def read_shard(buffer: memoryview) -> Shard:
     shard = _shard(_views(buffer, header.data_start, entries, notes), notes, names, tree)
     shard.tree()  # a malformed tree is found now, not when half of a job has restored
     return shard
+
+
+def outline(header: Header, notes: Notes, values: bytes) -> Shard:
+    """A shard of which only the header and the values were read: its tensors are meta tensors."""
+    *entries, blob = header.entries
+    names, tree = _unpack(values, blob)
+    tensors = {}
+    for entry in entries:
+        bytes_name = notes.dtypes.get(entry.name)
+        dtype = BYTES_DTYPES[bytes_name] if bytes_name else DTYPE_OF[entry.code]
+        shape = entry.shape[:-1] if bytes_name else entry.shape
+        tensors[entry.name] = meta_tensor(shape, dtype)
+    return _shard(tensors, notes, names, tree)
+
+
+def meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values. By way of bytes: torch warns of some dtypes when it makes them."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.empty(size_bytes, dtype=torch.uint8, device="meta").view(dtype).view(shape)
 
 
 def _unpack(values: bytes, blob: Entry) -> tuple[tuple[str, ...], bytes]:
