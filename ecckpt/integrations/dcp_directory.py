@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ecckpt.errors import EcckptError, InvalidConfig, StateMismatch, UnsupportedState
 from ecckpt.folders import finished_folder, require_unused
 from ecckpt.opening import Opened
+from ecckpt.state.encoding import Encoder
 from ecckpt.state.shard import meta_tensor
 from ecckpt.state.tree import holds
-from ecckpt.state.values import Encoder, pack
+from ecckpt.state.values import pack
 
 
 @dataclass(frozen=True, slots=True)
