@@ -10,7 +10,7 @@ from ecckpt.errors import EcckptError
 if TYPE_CHECKING:
     from ecckpt.checkpointer import Checkpointer, Restored, SaveHandle
     from ecckpt.opening import Opened, open  # noqa: A004
-    from ecckpt.state import RngState
+    from ecckpt.state import RngState, register
 
 __all__ = [
     "Checkpointer",
@@ -21,6 +21,7 @@ __all__ = [
     "SaveHandle",
     "errors",
     "open",
+    "register",
 ]
 
 # Loaded on first use: they import torch, which the agent must never do.
@@ -31,6 +32,7 @@ _LAZY = {
     "SaveHandle": "ecckpt.checkpointer",
     "RngState": "ecckpt.state",
     "open": "ecckpt.opening",
+    "register": "ecckpt.state",
 }
 
 

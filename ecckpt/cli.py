@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ecckpt.config import NodeConfig, read_token
 from ecckpt.errors import AgentUnreachable, EcckptError, InvalidConfig
+from ecckpt.native import prefer
 
 if TYPE_CHECKING:
     from ecckpt.exporting import Exported
@@ -53,6 +54,7 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument("--domain", help="what it fails together with (default: only itself)")
     agent.add_argument("--listen", default=node.listen, metavar="HOST:PORT", help="for its peers")
     agent.add_argument("--token-file", type=Path, default=node.token_file, help="shared credential")
+    agent.add_argument("--engine", default=node.engine, help="of the codec (default: the best one)")
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -146,6 +148,7 @@ def _agent(arguments: argparse.Namespace) -> int:
         return 0
     from ecckpt.agent.daemon import AlreadyRunning, run_agent
 
+    prefer(arguments.engine)
     try:
         run_agent(
             arguments.root,

@@ -5,6 +5,7 @@
 
 from ecckpt.state.load import check, load
 from ecckpt.state.plan import ShardPlan, plan_shard
+from ecckpt.state.registry import register
 from ecckpt.state.rng import RngState
 from ecckpt.state.shard import Shard, read_shard
 from ecckpt.state.sharding import Sharding
@@ -18,4 +19,5 @@ __all__ = [
     "load",
     "plan_shard",
     "read_shard",
+    "register",
 ]
