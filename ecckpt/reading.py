@@ -64,7 +64,7 @@ class ShardReader:
 
     ``data`` is as long as the shard; only bytes that were required are there, all others are
     zeros. It takes memory for what was brought, not for its length, and lives as long as anybody
-    has a view of it. ``pulled_bytes`` and ``rebuilt_blocks`` count.
+    has a view of it. ``pulled_bytes`` counts whole blocks, this node's own included.
 
     Raises ``TooFewFragments`` if nobody has its checksum table.
     """
@@ -84,12 +84,17 @@ class ShardReader:
         }
         self.data = payload[: header.shard_bytes]
         self.pulled_bytes = 0
-        self.rebuilt_blocks = 0
+        self._computed: set[int] = set()
 
     @property
     def is_near(self) -> bool:
         """Whether this node has the whole shard."""
         return self._peers.near in self._sources.homes
+
+    @property
+    def rebuilt_fragments(self) -> int:
+        """Data fragments of which blocks were computed."""
+        return len(self._computed)
 
     def require(self, starts: Offsets, ends: Offsets) -> None:
         """Bring the byte ranges [start, end) of the shard into ``data``.
@@ -181,7 +186,7 @@ class ShardReader:
             for index in batch:
                 if index not in self._views:
                     self._views[index] = _lazy_bytes(header.fragment_bytes)
-            self._pull({index: short for index in batch})
+            self._pull(dict.fromkeys(batch, short))
         # What k good blocks of the row may have brought meanwhile needs no computing.
         lacking = lacking & ~self._good[: header.k]
         for alike in like_rows(np.vstack((self._good, lacking))):
@@ -202,7 +207,7 @@ class ShardReader:
         for index, block in made.items():
             self._views[index][span] = block
             self._good[index, rows] = True
-        self.rebuilt_blocks += len(missing) * (rows.stop - rows.start)
+        self._computed.update(missing)
 
     def _find_table(self) -> np.ndarray:
         held = (node for nodes in self._sources.fragments.values() for node in nodes)

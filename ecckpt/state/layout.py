@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,23 @@ class Header:
     data_start: int
 
 
-def arrange(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> list[Entry]:
+def arrange(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], parts: Collection[str] = ()
+) -> list[Entry]:
     """Entries for (name, dtype code, shape, alignment), in the order given.
 
-    Their places go by alignment, the widest first, and then by name, as in safetensors.
+    Their places go by alignment, the widest first, and then by name, as in safetensors. Only that
+    those among ``parts`` (of global tensors) come before the others: whoever reads shards of
+    another world size wants the small whole ones of many shards, and finds them side by side.
     """
     entries: dict[int, Entry] = {}
     offset = 0
-    order = sorted(range(len(tensors)), key=lambda index: (-tensors[index][3], tensors[index][0]))
+
+    def place(index: int) -> tuple[int, bool, str]:
+        name, _, _, align_bytes = tensors[index]
+        return -align_bytes, name not in parts, name
+
+    order = sorted(range(len(tensors)), key=place)
     for index in order:
         name, code, shape, _ = tensors[index]
         end = offset + math.prod(shape) * _ITEM_BYTES[code]
@@ -79,16 +88,22 @@ def render_header(entries: str, *, data_bytes: int, values_bytes: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_header(buffer: memoryview) -> Header:
-    """The header of the shard that fills ``buffer``; ``CorruptFragment`` if it cannot be one.
-
-    Allocates no more than the header's own length asks for, which is checked first.
-    """
+def parse_header_length(buffer: memoryview) -> int:
+    """Length of the JSON that follows the first 8 bytes of the shard that fills ``buffer``."""
     if len(buffer) < 8:
         raise CorruptFragment(f"a shard of {len(buffer)} bytes has no header")
     header_bytes = int.from_bytes(buffer[:8], "little")
     if header_bytes > min(HEADER_BYTES_MAX, len(buffer) - 8):
         raise CorruptFragment(f"a header of {header_bytes} bytes in {len(buffer)} bytes of shard")
+    return header_bytes
+
+
+def parse_header(buffer: memoryview) -> Header:
+    """The header of the shard that fills ``buffer``; ``CorruptFragment`` if it cannot be one.
+
+    Allocates no more than the header's own length asks for, which is checked first.
+    """
+    header_bytes = parse_header_length(buffer)
     if (8 + header_bytes) % _ALIGN_BYTES:
         raise CorruptFragment(f"a header of {header_bytes} bytes misaligns the data behind it")
     try:

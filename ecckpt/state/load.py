@@ -14,7 +14,7 @@ from ecckpt.errors import UnsupportedState
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.modules import fit_module
 from ecckpt.state.optimizers import fit_optimizer, is_optimizer_state
-from ecckpt.state.paths import Path
+from ecckpt.state.paths import Path, describe
 from ecckpt.state.rng import RngState
 from ecckpt.state.shard import Shard
 from ecckpt.state.stored import (
@@ -50,11 +50,19 @@ def load(state: dict[Any, Any], shard: Shard) -> None:
     _fit(state, shard).run()
 
 
+def survey(state: dict[Any, Any], shard: Shard) -> dict[str, torch.Tensor]:
+    """Which live tensor each saved one would go into, or be made like, as far as they match.
+
+    The data of sharded tensors need not be there.
+    """
+    return _fit(state, shard).likes
+
+
 def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
     check_root(state)
     fit = Fit()
     try:
-        _Walk(fit).node(state, shard.tree(), (), lambda _: None)
+        _Walk(fit, shard.seed).node(state, shard.tree(), (), lambda _: None)
     except UnsupportedState as error:
         fit.problems.append(str(error))
     return fit
@@ -63,8 +71,9 @@ def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
 class _Walk:
     """Goes down a live and a saved tree together; ``put`` replaces a value in its container."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: Fit, seed: bytes) -> None:
         self._fit = fit
+        self._seed = seed
 
     def node(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         fit = self._fit
@@ -112,6 +121,10 @@ class _Walk:
 
         Only where DTensors were saved: nothing else tells their mesh.
         """
+        if isinstance(live, RngState) and self._seed:
+            seed = self._seed + describe(path).encode(errors="surrogatepass")
+            self._fit.later(Phase.RNG, lambda: live.reseed(seed))
+            return
         sharded = holds(stored, _is_sharded)
         template = live.state_dict() if sharded else None
 

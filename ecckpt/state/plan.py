@@ -156,7 +156,8 @@ def _arrange(paths: tuple[Path, ...], slots: list[_Slot]) -> _Layout:
             dtypes[names[index]] = BYTES_NAMES[dtype]
             shape, dtype = (*shape, align_bytes), torch.uint8
         described.append((names[index], CODE_OF[dtype], shape, align_bytes))
-    entries = arrange(described)
+    shardings = {names[i]: part for i in owners if (part := slots[i].sharding) is not None}
+    entries = arrange(described, shardings)
     notes = Notes(
         dtypes=dtypes,
         aliases={
@@ -164,7 +165,7 @@ def _arrange(paths: tuple[Path, ...], slots: list[_Slot]) -> _Layout:
             for index, slot in enumerate(slots)
             if slot.owner != index
         },
-        shardings={names[i]: part for i in owners if (part := slots[i].sharding) is not None},
+        shardings=shardings,
     )
     return _Layout(
         paths=paths,

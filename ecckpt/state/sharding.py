@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ecckpt.state.boxes import Cut, cut_of
+
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,15 @@ class Sharding:
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     offset: tuple[int, ...] | None
+
+    def cut(self) -> Cut | None:
+        """The elements that this rank has; None outside of the mesh.
+
+        Raises ``ValueError`` where placements and mesh do not fit together.
+        """
+        if self.coordinate is None:
+            return None
+        return cut_of(self.shape, self.placements, self.mesh_shape, self.coordinate)
 
     def __str__(self) -> str:
         placements = ", ".join(self.placements)
@@ -54,10 +67,14 @@ class Shardings:
 
     def of(self, value: DTensor) -> Sharding:
         """How ``value`` is sharded here."""
-        key = (value.device_mesh, value.placements, value.shape, value.stride())
+        return self.like(value, value.shape, value.stride())
+
+    def like(self, value: DTensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Sharding:
+        """How a tensor of another shape is sharded here if it is placed as ``value`` is."""
+        key = (value.device_mesh, value.placements, torch.Size(shape), tuple(stride))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = _sharding(value)
+            known = self._known[key] = _sharding(*key)
         return known
 
 
@@ -80,22 +97,26 @@ def rebuild_dtensor(local: torch.Tensor, sharding: Sharding, like: DTensor) -> D
     )
 
 
-def _sharding(value: DTensor) -> Sharding:
+def _sharding(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Sharding:
     from torch.distributed.tensor._utils import (
         compute_local_shape_and_global_offset,
     )
 
-    mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     offset = None
     # A strided part (tensor parallel below FSDP) interleaves: no single box describes it.
-    boxed = not any("Strided" in type(placement).__name__ for placement in value.placements)
+    boxed = not any("Strided" in type(placement).__name__ for placement in placements)
     if coordinate is not None and boxed:
-        _, offset = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
+        _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Sharding(
-        shape=tuple(value.shape),
-        stride=tuple(value.stride()),
-        placements=tuple(map(_spell, value.placements)),
+        shape=tuple(shape),
+        stride=tuple(stride),
+        placements=tuple(map(_spell, placements)),
         mesh_shape=tuple(mesh.shape),
         coordinate=None if coordinate is None else tuple(coordinate),
         offset=None if offset is None else tuple(map(int, offset)),

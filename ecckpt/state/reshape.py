@@ -1,0 +1,184 @@
+"""From the shards of any world to one for this rank: DTensors cut anew, the rest by rule.
+
+On the same world size each rank keeps what it saved beside DTensors. On another one, what was the
+same on all ranks goes to all ranks; generators of random numbers are seeded anew; anything else
+belongs to a rank that is no more, and is refused by path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ecckpt.errors import StateMismatch
+from ecckpt.state.boxes import Common, Cut, in_common, whole
+from ecckpt.state.difference import differences, rng_paths
+from ecckpt.state.load import survey
+from ecckpt.state.saved import SavedShard
+from ecckpt.state.shard import Shard
+from ecckpt.state.sharding import Sharding, Shardings, is_dtensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank's place in the world that restores, and how many ranks saved."""
+
+    rank: int
+    world_size: int
+    saved_by: int
+
+    @property
+    def same_size(self) -> bool:
+        """Whether as many ranks restore as saved: then each has a shard of its own."""
+        return self.world_size == self.saved_by
+
+
+def is_relaid(state: dict[Any, Any], shard: Shard) -> bool:
+    """Whether ``state`` cuts a global tensor in another way than ``shard``, or not at all."""
+    shardings = Shardings()
+    likes = survey(state, shard)
+    return any(
+        _wish(like, sharding, shardings) not in (None, _Wish(sharding))
+        for name, like in likes.items()
+        if (sharding := shard.shardings.get(name)) is not None
+    )
+
+
+def reshape(
+    state: dict[Any, Any], place: Place, saved: Sequence[SavedShard]
+) -> tuple[Shard, tuple[str, ...]]:
+    """The shard that this rank would have saved, and the paths of generators that it seeds anew.
+
+    ``saved`` are all shards of the saved world, in the order of their ranks; of each only what this
+    rank needs is read. Of ``state`` only the structure and the layout of its tensors are looked
+    at. What does not fit it is left for ``check`` to find; sharded tensors are then without data.
+
+    Raises ``StateMismatch`` for per-rank data on another world size, and for parts that do not make
+    up a whole.
+    """
+    own = place.rank if place.same_size else 0
+    base = saved[own].values()
+    problems: list[str] = []
+    reseeded: tuple[str, ...] = ()
+    if not place.same_size:
+        reseeded = tuple(rng_paths(base.tree()))
+        base = replace(base, seed=_seed(base, place))
+        # All are compared with the first, each by one of the new ranks.
+        for rank in range(1 + place.rank, place.saved_by, place.world_size):
+            problems += [
+                f"{path}: not the same on rank 0 and rank {rank} of the {place.saved_by} that "
+                f"saved; {place.world_size} restore, and only what all had can be handed over"
+                for path in differences(saved[own], base, saved[rank])
+            ]
+        if problems:
+            raise StateMismatch(problems)
+    saved[own].bring([name for name in base.tensors if name not in base.shardings])
+    shard = _assemble(base, survey(state, base), saved, place)
+    return shard, reseeded
+
+
+def _seed(base: Shard, place: Place) -> bytes:
+    """The same for every restore of this state on this world, another one for each rank."""
+    seed = hashlib.sha256(base.packed_tree)
+    seed.update(f" {place.rank} of {place.world_size} ".encode())
+    return seed.digest()
+
+
+# -- global tensors -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """How this rank wants a global tensor: a part of it, or (None) all of it."""
+
+    sharding: Sharding | None
+
+
+def _wish(like: torch.Tensor, saved: Sharding, shardings: Shardings) -> _Wish | None:
+    """None where a tensor of the saved shape cannot be placed as ``like`` is."""
+    if not is_dtensor(like):
+        return _Wish(None)
+    mine = shardings.of(like)  # type: ignore[arg-type]
+    if mine.shape == saved.shape:
+        return _Wish(mine)
+    try:
+        replace(mine, shape=saved.shape).cut()
+    except ValueError:
+        return None
+    return _Wish(shardings.like(like, saved.shape, saved.stride))  # type: ignore[arg-type]
+
+
+def _assemble(
+    base: Shard, likes: dict[str, torch.Tensor], saved: Sequence[SavedShard], place: Place
+) -> Shard:
+    """``base`` with its global tensors cut for this rank and filled."""
+    tensors = dict(base.tensors)
+    shardings: dict[str, Sharding] = {}
+    known = Shardings()
+    problems: list[str] = []
+    done: dict[Any, torch.Tensor] = {}
+    for name, sharding in base.shardings.items():
+        like = likes.get(name)
+        wish = _wish(like, sharding, known) if like is not None else None
+        if wish is None:
+            # Nobody may take for data what was never read: a meta tensor cannot be copied from.
+            tensors[name] = tensors[name].to("meta")
+            shardings[name] = sharding
+            continue
+        if wish.sharding is not None:
+            shardings[name] = wish.sharding
+        cut = wish.sharding.cut() if wish.sharding else whole(sharding.shape)
+        try:
+            pieces = _pieces(name, sharding, cut, saved, place)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        key = (cut, tuple((rank, saved[rank].stored_name(name)) for rank, _ in pieces))
+        if not pieces or key not in done:  # tied tensors stay one
+            shape = cut.shape if cut else (0,)
+            done[key] = torch.empty(shape, dtype=tensors[name].dtype)
+            for rank, common in pieces:
+                saved[rank].plan_copy(name, common, done[key])
+        tensors[name] = done[key]
+    if problems:
+        raise StateMismatch(problems)
+    for shard in saved:
+        shard.copy_planned()
+    return replace(base, tensors=tensors, shardings=shardings)
+
+
+def _pieces(
+    name: str, sharding: Sharding, cut: Cut | None, saved: Sequence[SavedShard], place: Place
+) -> list[tuple[int, Common]]:
+    """Which boxes to copy from which saved shards; ``ValueError`` if they do not make up ``cut``.
+
+    Of replicas one is taken: this node's own, or else the next in turn.
+    """
+    holders: dict[Cut, list[int]] = {}
+    for rank, shard in enumerate(saved):
+        part = shard.sharding(name)
+        if part is None or part.coordinate is None:
+            continue
+        if replace(part, coordinate=None, offset=None) != replace(
+            sharding, coordinate=None, offset=None
+        ):
+            raise ValueError(f"saved as {sharding} and, by rank {rank}, as {part}")
+        piece = shard.cut(name)
+        assert piece is not None
+        holders.setdefault(piece, []).append(rank)
+    pieces = []
+    for piece, ranks in holders.items():
+        nearest = min(
+            ranks, key=lambda rank: (not saved[rank].is_near, (rank - place.rank) % len(saved))
+        )
+        pieces += [(nearest, common) for common in in_common(piece, cut)] if cut else []
+    have = sum(math.prod(common.shape) for _, common in pieces)
+    want = math.prod(cut.shape) if cut else 0
+    if have != want:
+        raise ValueError(f"{have} of {want} elements were saved")
+    return pieces
