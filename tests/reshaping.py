@@ -1,6 +1,7 @@
 """Worlds of DTensors, one rank after another in this process, and shards read like remote ones."""
 
 import contextlib
+import sys
 
 import numpy as np
 import torch
@@ -40,11 +41,13 @@ class PartReader:
 @contextlib.contextmanager
 def rank_of(rank, world):
     """Be this rank, in a group that does no communication."""
+    hook = sys.excepthook  # torch wraps it, again and again
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def mesh_of(shape):

@@ -5,7 +5,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from reshaping import local, mesh_of, placed, rank_of, restore_as, same, save_world, shard_bytes
+from reshaping import (
+    PartReader,
+    local,
+    mesh_of,
+    placed,
+    rank_of,
+    restore_as,
+    same,
+    save_world,
+    shard_bytes,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -275,20 +285,18 @@ def test_another_shape_or_dtype_is_refused_by_path():
 
 def test_parts_that_make_up_no_whole_are_refused():
     shards = save_world(2, lambda _: {"x": placed(torch.ones(4), mesh_of((2,)), [Shard(0)])})
+    other = save_world(3, lambda _: {"x": placed(torch.ones(4), mesh_of((3,)), [Shard(0)])})
     with rank_of(0, 1):
         live = {"x": placed(torch.zeros(4), mesh_of((1,)), [Shard(0)])}
         with pytest.raises(StateMismatch, match="x: 2 of 4 elements were saved"):
             restore_as([shards[0]] * 2, live, rank=0, world=1)
-        other = save_world(3, lambda _: {"x": placed(torch.ones(4), mesh_of((3,)), [Shard(0)])})
-        with pytest.raises(StateMismatch, match="x: saved as .* and, by rank 1, as"):
+        with pytest.raises(StateMismatch, match=r"x: saved as .* and, by rank 1, as"):
             restore_as([shards[0], other[1]], live, rank=0, world=1)
         assert not live["x"].to_local().any()
 
 
 @pytest.mark.parametrize("length", [0, 4, 8, 100])
 def test_a_shard_cut_off_is_refused(length):
-    from reshaping import PartReader
-
     whole = save_world(1, lambda _: {"x": torch.ones(4)})[0]
     with pytest.raises(CorruptFragment):
         SavedShard(PartReader(whole[:length]))
