@@ -6,10 +6,12 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
+from builders import header
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ecckpt.blocks import covering
 from ecckpt.state import Place, SavedShard, check, load, plan_shard, reshape
 
 
@@ -19,6 +21,8 @@ class PartReader:
     is_near = False
 
     def __init__(self, shard):
+        self._header = header(k=8, m=2, shard_bytes=len(shard))
+        self._blocks = np.zeros((8, self._header.rows), bool)
         self._shard = np.frombuffer(shard, np.uint8)
         self._data = np.zeros(len(shard), np.uint8)
         self._there = np.zeros(len(shard), bool)
@@ -28,7 +32,16 @@ class PartReader:
     def read_bytes(self):
         return int(self._there.sum())
 
+    @property
+    def pulled_bytes(self):
+        """What a reader pulls for that: every block that it touches, while no holder is lost."""
+        sizes = [
+            each.stop - each.start for each in map(self._header.block, range(self._header.rows))
+        ]
+        return int((self._blocks * np.array(sizes)).sum())
+
     def require(self, starts, ends):
+        self._blocks |= covering(self._header, starts, ends)
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             assert 0 <= start <= end <= len(self._data)
             self._data[start:end] = self._shard[start:end]
@@ -91,13 +104,13 @@ def save_world(world, make):
 
 
 def restore_as(shards, state, *, rank, world):
-    """Restore a rank of another world; returns the paths seeded anew and the bytes read."""
+    """Restore a rank of another world; returns the paths seeded anew and the readers."""
     readers = [PartReader(shard) for shard in shards]
     place = Place(rank=rank, world_size=world, saved_by=len(shards))
     shard, reseeded = reshape(state, place, [SavedShard(reader) for reader in readers])
     check(state, shard)
     load(state, shard)
-    return reseeded, sum(reader.read_bytes for reader in readers)
+    return reseeded, readers
 
 
 def local(tensor):
