@@ -225,9 +225,13 @@ class Restorer:
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
             nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
             return [nothing] * world_size
-        if plan.chosen.world_size != world_size or plan.chosen.generation in self._relaid:
+        if plan.chosen.world_size != world_size:
             return [self._order_to_reshape(plan.chosen, rejected)] * world_size
-        return [self._order_for(shard, rejected) for shard in plan.chosen.shards]
+        orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
+        if plan.chosen.generation in self._relaid:
+            shards = _sources_of(plan.chosen)
+            orders = [replace(order, shards=shards) for order in orders]
+        return orders
 
     def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
         assert shard.header is not None
@@ -261,12 +265,9 @@ class Restorer:
         )
 
     def _order_to_reshape(self, chosen: GenerationReport, rejected: Mapping[str, str]) -> Order:
-        shards = []
-        for shard in chosen.shards:
-            assert shard.header is not None
-            shards.append(ShardSources(shard.header.at(HOME), shard.homes, shard.fragments))
-        first = shards[0].header
-        return Order(self._timeline, first, False, (), (), chosen.margin, rejected, tuple(shards))
+        shards = _sources_of(chosen)
+        header, margin = shards[0].header, chosen.margin
+        return Order(self._timeline, header, False, (), (), margin, rejected, shards)
 
     # -- every rank -------------------------------------------------------------------------------
 
@@ -396,3 +397,11 @@ class Restorer:
             saved_by=order.header.world_size,
             reseeded=brought.reseeded,
         )
+
+
+def _sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
+    return tuple(
+        ShardSources(shard.header.at(HOME), shard.homes, shard.fragments)
+        for shard in chosen.shards
+        if shard.header is not None  # of a chosen generation, every shard has one
+    )

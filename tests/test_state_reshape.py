@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ecckpt
 from ecckpt.errors import CorruptFragment, StateMismatch
 from ecckpt.fragment import BLOCK_BYTES
-from ecckpt.state import SavedShard, is_relaid, read_shard
+from ecckpt.state import SavedShard, is_relaid, load, read_shard
 
 # B49: sizes that divide evenly, unevenly, and leave ranks without anything.
 SIZES = [(6,), (9,), (1, 3), (5, 7), (2, 3, 4), (0, 3), ()]
@@ -316,3 +316,74 @@ def test_a_shard_cut_off_is_refused(length):
     whole = save_world(1, lambda _: {"x": torch.ones(4)})[0]
     with pytest.raises(CorruptFragment):
         SavedShard(PartReader(whole[:length]))
+
+
+# -- replicated data ------------------------------------------------------------------------------
+
+
+def replicated(rank, *, fill=1.0):
+    mesh = mesh_of((2, 3))
+    big = torch.arange(700.0).reshape(100, 7) * fill
+    return {
+        "rows": placed(big, mesh, [Replicate(), Shard(0)]),
+        "everywhere": placed(big[:3], mesh, [Replicate(), Replicate()]),
+        "wide": placed(big[:1] * 2, mesh, [Shard(0), Replicate()]),
+        "scalar": placed(big[1, 1], mesh, [Replicate(), Replicate()]),
+        "mine": torch.full((50,), 5.0),
+    }
+
+
+def test_replicated_data_is_stored_once_and_evenly():
+    shards = save_world(6, replicated)
+    parts = [read_shard(memoryview(shard)) for shard in shards]
+    for name, elements in [("rows", 700), ("everywhere", 21), ("wide", 7)]:
+        sizes = [part.tensors[name].numel() for part in parts]
+        assert sum(sizes) == elements
+    rows = [part.tensors["rows"].shape[0] for part in parts]
+    assert max(rows) - min(rows) <= 2
+    assert all(part.tensors["mine"].shape == (50,) for part in parts)  # per rank: never once
+    sharding = parts[4].shardings["rows"]
+    assert (sharding.held, sharding.offset) == ((0, 17, 17), (51, 0))
+
+
+@pytest.mark.parametrize("world", [6, 1, 4])
+def test_replicated_data_comes_back_everywhere(world):
+    shards = save_world(6, replicated)
+    for rank in range(world):
+        with rank_of(rank, world):
+            if world == 6:
+                expected, state = replicated(rank), replicated(rank, fill=0.0)
+                assert is_relaid(state, read_shard(memoryview(shards[rank])))
+                with pytest.raises(StateMismatch, match="rows: saved as"):
+                    load(state, read_shard(memoryview(shards[rank])))
+            else:
+                mesh = mesh_of((world,))
+                whole = replicated_whole()
+                expected = {n: placed(t, mesh, [Replicate()]) for n, t in whole.items()}
+                state = {n: placed(t * 0, mesh, [Replicate()]) for n, t in whole.items()}
+                expected["mine"], state["mine"] = torch.full((50,), 5.0), torch.zeros(50)
+            restore_as(shards, state, rank=rank, world=world)
+            assert all(same(state[name], value) for name, value in expected.items())
+
+
+def replicated_whole():
+    big = torch.arange(700.0).reshape(100, 7)
+    return {"rows": big, "everywhere": big[:3], "wide": big[:1] * 2, "scalar": big[1, 1]}
+
+
+def test_a_new_optimizer_is_not_given_a_share_for_a_whole():
+    def make():
+        mesh = mesh_of((2,))
+        param = nn.Parameter(placed(torch.ones(4, 2), mesh, [Replicate()]))
+        return {"optim": torch.optim.AdamW([param], 0.1)}, param
+
+    with rank_of(0, 2):
+        state, param = make()
+        param.grad = placed(torch.ones(4, 2), param.device_mesh, [Replicate()])
+        state["optim"].step()
+        shard = read_shard(memoryview(shard_bytes(state)))
+        assert shard.tensors["optim.state.0.exp_avg"].shape == (2, 2)
+        fresh, _ = make()
+        with pytest.raises(StateMismatch, match="exp_avg"):
+            load(fresh, shard)
+        assert is_relaid(fresh, shard)

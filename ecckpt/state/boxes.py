@@ -33,6 +33,14 @@ class Cut:
         """Shape of the rank's own tensor."""
         return tuple(sum(length for _, length in spans) for spans in self.spans)
 
+    def narrow(self, dim: int, start: int, length: int) -> Cut:
+        """What is left of it when the rank's own tensor is narrowed like this."""
+        if not (0 <= dim < len(self.spans) and 0 <= start <= start + length <= self.shape[dim]):
+            raise ValueError(f"dimension {dim} from {start}, {length} long, of {self.shape}")
+        spans = list(self.spans)
+        spans[dim] = _take(spans[dim], start, start + length) or ((0, 0),)
+        return Cut(tuple(spans))
+
 
 class Common(NamedTuple):
     """A box that two cuts share: where it begins in each one's own tensor, and its shape."""

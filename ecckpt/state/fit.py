@@ -142,7 +142,7 @@ class Fit:
             return
         here, saved = self.shardings.of(like), stored.sharding  # type: ignore[arg-type]
         assert saved is not None
-        if (here.mesh_shape, here.coordinate, here.placements) != (
+        if saved.held or (here.mesh_shape, here.coordinate, here.placements) != (
             saved.mesh_shape,
             saved.coordinate,
             saved.placements,

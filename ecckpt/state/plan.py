@@ -22,7 +22,7 @@ from ecckpt.state.layout import (
 from ecckpt.state.metadata import Notes
 from ecckpt.state.paths import Path, tensor_names
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import Part, is_raw, memory_key, part_of
+from ecckpt.state.tensors import Part, is_raw, memory_key, part_of, share_of
 from ecckpt.state.tree import flatten
 
 
@@ -110,7 +110,7 @@ class ShardPlan:
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
         parts = [
-            part_of(tensor, path, shardings)
+            share_of(part_of(tensor, path, shardings))
             for tensor, path in zip(flat.tensors, flat.paths, strict=True)
         ]
         slots = _slots(parts)

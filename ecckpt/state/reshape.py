@@ -164,9 +164,7 @@ def _pieces(
         part = shard.sharding(name)
         if part is None or part.coordinate is None:
             continue
-        if replace(part, coordinate=None, offset=None) != replace(
-            sharding, coordinate=None, offset=None
-        ):
+        if part.layout != sharding.layout:
             raise ValueError(f"saved as {sharding} and, by rank {rank}, as {part}")
         piece = shard.cut(name)
         assert piece is not None

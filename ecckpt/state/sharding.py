@@ -22,6 +22,8 @@ class Sharding:
 
     ``coordinate`` is the rank's place in the mesh (None: outside of it) and ``offset`` where its
     box begins in the global tensor (None where the part is no single box, or there is none).
+    ``held`` is set where only a share of the part is meant, the rest being with its replicas:
+    dimension, start and length within the part.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +32,7 @@ class Sharding:
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     offset: tuple[int, ...] | None
+    held: tuple[int, int, int] | None = None
 
     def cut(self) -> Cut | None:
         """The elements that this rank has; None outside of the mesh.
@@ -38,7 +41,34 @@ class Sharding:
         """
         if self.coordinate is None:
             return None
-        return cut_of(self.shape, self.placements, self.mesh_shape, self.coordinate)
+        cut = cut_of(self.shape, self.placements, self.mesh_shape, self.coordinate)
+        return cut.narrow(*self.held) if self.held else cut
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What is the same on all ranks that have parts of one tensor."""
+        return self.shape, self.stride, self.placements, self.mesh_shape
+
+    def share(self, local_shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """The share of this part that its rank stores: dimension, start and length; None: all.
+
+        Replicas have equal shares, up to one row: of the first dimension, or, if it has fewer rows
+        than there are replicas, of the longest. So each byte is stored once, every rank knows its
+        own without asking, and no rank's share depends on what else the others' states hold.
+        """
+        if self.coordinate is None or 0 in local_shape or not local_shape:
+            return None
+        replicas, number = 1, 0
+        for placement, ranks, at in zip(
+            self.placements, self.mesh_shape, self.coordinate, strict=True
+        ):
+            if placement == "R":
+                replicas, number = replicas * ranks, number * ranks + at
+        if replicas == 1:
+            return None
+        rows = local_shape[0] if local_shape[0] >= replicas else max(local_shape)
+        start, end = rows * number // replicas, rows * (number + 1) // replicas
+        return local_shape.index(rows), start, end - start
 
     def __str__(self) -> str:
         placements = ", ".join(self.placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -43,6 +44,19 @@ def part_of(value: torch.Tensor, path: Path, shardings: Shardings) -> Part:
         kind = "quantized tensor" if local.is_quantized else "tensor"
         _refuse(path, f"a {kind} of dtype {local.dtype}", _TO_PLAIN)
     return Part(local, sharding)
+
+
+def share_of(part: Part) -> Part:
+    """The share of ``part`` that this rank stores, where other ranks have replicas of it."""
+    local, sharding = part
+    held = sharding.share(tuple(local.shape)) if sharding else None
+    if sharding is None or held is None:
+        return part
+    dim, start, length = held
+    offset = sharding.offset and tuple(
+        at + (start if each == dim else 0) for each, at in enumerate(sharding.offset)
+    )
+    return Part(local.narrow(dim, start, length), replace(sharding, held=held, offset=offset))
 
 
 def memory_key(part: Part) -> Any:
