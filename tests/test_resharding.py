@@ -19,7 +19,7 @@ import hashlib, json, sys
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 import ecckpt
 
 plan = json.loads(sys.argv[1])
@@ -39,6 +39,7 @@ def build(mesh, seed):
     return {
         "model": model, "optim": optim, "progress": {"step": -1},
         "big": distribute_tensor(big, mesh, [Shard(plan["dim"])], src_data_rank=None),
+        "copy": distribute_tensor(big[:50] + 1, mesh, [Replicate()], src_data_rank=None),
         "rng": ecckpt.RngState(),
     }
 
@@ -54,7 +55,7 @@ def digests(state):
     tensors = {f"model.{name}": t for name, t in state["model"].state_dict().items()}
     for number, entry in state["optim"].state_dict()["state"].items():
         tensors |= {f"optim.{number}.{name}": t for name, t in entry.items()}
-    tensors["big"] = state["big"]
+    tensors |= {"big": state["big"], "copy": state["copy"]}
     full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
     raw = {name: tensor.contiguous().numpy().tobytes() for name, tensor in full.items()}
     return {name: hashlib.sha256(each).hexdigest() for name, each in raw.items()}
@@ -93,7 +94,8 @@ for world in plan["worlds"]:
             ckpt.save(3, state).wait(60)
             after = digests(state)
             again = ckpt.restore(state)
-            assert (again.step, again.source, again.saved_by) == (3, "home", 2)
+            # From peers, since each of the two stored half of what is replicated.
+            assert (again.step, again.source, again.saved_by) == (3, "peers", 2)
             assert digests(state) == after
 with open(f"{plan['out']}.{rank}", "w") as file:
     json.dump(found, file)
