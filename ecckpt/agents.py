@@ -26,6 +26,9 @@ _LOG_TAIL_BYTES = 2000
 # The agent's own name for its socket (agent/daemon.py); the trainer does not import the server.
 SOCKET_NAME = "agent.sock"
 
+# Agents outlive us, but those that end before us are reaped here.
+_started: list[subprocess.Popen[bytes]] = []
+
 
 def local_client(root: Path, *, timeout_s: float = 10.0) -> AgentClient:
     """A client of the agent that owns ``root``, over its Unix socket."""
@@ -54,9 +57,12 @@ def start(config: NodeConfig) -> subprocess.Popen[bytes]:
     if config.token_file:
         command += ["--token-file", str(config.token_file)]
     with (config.root / "agent.log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
+    _started[:] = [each for each in _started if each.poll() is None]
+    _started.append(process)
+    return process
 
 
 def await_agent(

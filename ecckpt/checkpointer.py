@@ -11,6 +11,7 @@ import atexit
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -245,11 +246,17 @@ class Checkpointer:
         handle.finish(known)
         self._watcher.abandon(shard)
         if isinstance(error, AgentUnreachable):
-            self._watcher.call(lambda: node_agents.find_or_start(self._node))
+            self._watcher.call(self._revive_agent)
         if raised or self._strict:
             self._latest = handle
             raise known
         _log.warning("step %d was not saved: %s", handle.step, known)
+
+    def _revive_agent(self) -> None:
+        """Start this node's agent again, as the node it was, at the address its peers know."""
+        home = self._cluster.home
+        node = replace(self._node, node=home.node, domain=home.domain, listen=home.address)
+        node_agents.find_or_start(node)
 
     # -- restore ----------------------------------------------------------------------------------
 

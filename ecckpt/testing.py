@@ -149,9 +149,12 @@ class LocalCluster:
 
     def _end(self, node: str) -> None:
         process = self._processes.pop(node)
-        workers = children(process.pid)
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
+        # A trainer that missed its agent may have started this one instead of ours.
+        owners = {process.pid, _owner(self.root(node)) or process.pid}
+        workers = [pid for owner in owners for pid in (owner, *children(owner))]
+        for owner in owners:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(owner, signal.SIGKILL)
         process.wait()
         await_end(workers)
 
@@ -161,6 +164,15 @@ def await_end(pids: Iterable[int], *, timeout_s: float = 10.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline_s:
         time.sleep(0.002)
+
+
+def _owner(root: Path) -> int | None:
+    """The process that says it owns an agent's folder, if it runs."""
+    try:
+        pid = int((root / "agent.lock").read_text())
+    except (OSError, ValueError):
+        return None
+    return pid if _runs(pid) else None
 
 
 def children(pid: int) -> list[int]:

@@ -137,6 +137,20 @@ def test_one_agent_per_folder(cluster1: LocalCluster) -> None:
     assert cluster1.client("n0").node().node == "n0"
 
 
+def test_a_folder_is_one_nodes_memory(cluster1: LocalCluster) -> None:
+    root = cluster1.root("n0")
+    os.killpg(cluster1.pid("n0"), signal.SIGKILL)
+    cluster1.wait("n0")
+    other = subprocess.run(
+        [sys.executable, "-m", "ecckpt", "agent", "--root", str(root), "--node", "other"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert other.returncode != 0
+    assert "is the memory of node n0, not of other" in other.stderr
+
+
 def test_a_killed_worker_is_restarted_and_adopts(cluster1: LocalCluster) -> None:
     (state,) = states_for(1, seed=2)
     client = cluster1.client("n0")

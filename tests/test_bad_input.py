@@ -351,6 +351,30 @@ def test_an_agent_killed_during_training_is_back_for_the_next_save(
         assert cluster6.client("n2").status()["runs"]["test"]["fragments"] == 5
 
 
+def test_an_agent_that_is_gone_is_started_again_as_the_node_it_was(
+    cluster6: LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = states_for(6, seed=9)
+    with caplog.at_level(logging.CRITICAL), World(cluster6, code=(3, 2)) as world:
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(1, states))
+        before = cluster6.client("n2").node()
+        os.killpg(cluster6.pid("n2"), signal.SIGKILL)
+        cluster6.wait("n2")
+        handles = world.save(2, states)
+        for handle in handles:
+            with pytest.raises(errors.EcckptError):
+                handle.wait(30)
+        # The library has started it; nobody else did.
+        assert all(handle.wait(30) for handle in world.save(3, states))
+        after = cluster6.client("n2").node()
+        assert (after.node, after.address, after.instance) == (
+            before.node,
+            before.address,
+            before.instance,
+        )
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
@@ -385,7 +409,8 @@ def test_a_tmpfs_that_is_too_small(tmp_path: Path) -> None:
             with World(cluster) as world:
                 assert world.restore([state])[0].step == 3
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        # Lazily: a mapping that waits for the garbage collector keeps it busy.
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 # -- state ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ecckpt.agent.hold import Holder
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.protect import Protector
 from ecckpt.agent.shelf import Shelf, steady_bytes
-from ecckpt.errors import InvalidMessage, MemoryBudgetTooSmall, RequestRefused
+from ecckpt.errors import AgentMismatch, InvalidMessage, MemoryBudgetTooSmall, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 from ecckpt.generation import ShardId
 from ecckpt.recovery import Inventory
@@ -36,7 +36,7 @@ class Agent:
         self._holder = Holder(self.shelf, token=token)
         self.info = wire.NodeInfo(
             node=node,
-            instance=_instance(root),
+            instance=_instance(root, node),
             domain=domain,
             address=address,
             root=str(root),
@@ -156,9 +156,18 @@ class Agent:
         }
 
 
-def _instance(root: Path) -> str:
-    """The id of this node's memory: drawn once, and gone when the memory is."""
+def _instance(root: Path, node: str) -> str:
+    """The id of this node's memory: drawn once, and gone when the memory is.
+
+    Raises ``AgentMismatch`` if the folder is another node's: its peers know it by that name.
+    """
     path = root / "instance"
     if not path.exists():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
+        path.write_text(f"{secrets.token_hex(8)} {node}")
+    instance, owner = path.read_text().split(maxsplit=1)
+    if owner != node:
+        raise AgentMismatch(
+            f"{root} is the memory of node {owner}, not of {node}",
+            hint=f"give --node {owner}, or another --root",
+        )
+    return instance
