@@ -76,7 +76,8 @@ class ShardReader:
         self._good = np.zeros((header.n, header.rows), dtype=bool)
         self._problems: list[str] = []
         self._table = self._find_table()
-        payload = _lazy_bytes(header.k * header.fragment_bytes)
+        self._memory = _lazy_bytes(header.k * header.fragment_bytes)
+        payload = memoryview(self._memory)
         size_bytes = header.fragment_bytes
         self._views = {
             index: payload[index * size_bytes : (index + 1) * size_bytes]
@@ -120,6 +121,13 @@ class ShardReader:
         blocks = covering(header, np.array([start]), np.array([end]))
         place = f"{start} {end} {header.fragment_bytes} {header.block_bytes} "
         return place.encode() + self._table[: header.k][blocks].tobytes()
+
+    def release(self) -> None:
+        """Give back the memory of what was brought: ``data`` is zeros again."""
+        self._good[:] = False
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        for index in range(self._header.k, self._header.n):
+            self._views.pop(index, None)
 
     # -- pulling ----------------------------------------------------------------------------------
 
@@ -185,7 +193,7 @@ class ShardReader:
                 )
             for index in batch:
                 if index not in self._views:
-                    self._views[index] = _lazy_bytes(header.fragment_bytes)
+                    self._views[index] = memoryview(_lazy_bytes(header.fragment_bytes))
             self._pull(dict.fromkeys(batch, short))
         # What k good blocks of the row may have brought meanwhile needs no computing.
         lacking = lacking & ~self._good[: header.k]
@@ -225,7 +233,7 @@ class ShardReader:
         raise TooFewFragments(what, have=0, need=1, reasons=reasons)
 
 
-def _lazy_bytes(size_bytes: int) -> memoryview:
+def _lazy_bytes(size_bytes: int) -> mmap.mmap:
     """Zeros that take memory only where they are written (or read)."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
+    return mmap.mmap(-1, size_bytes, flags=flags)

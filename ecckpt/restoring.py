@@ -49,7 +49,8 @@ _log = logging.getLogger(__name__)
 class Order:
     """What one rank shall do: bring this shard home from these sources; None: nothing is left.
 
-    With ``shards``, make one from these instead; ``header`` is then of the first of them.
+    With ``shards``, make one from these instead; ``header`` is then this rank's own of them, or,
+    if another number of ranks saved, the first.
     """
 
     timeline: int

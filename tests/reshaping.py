@@ -47,6 +47,9 @@ class PartReader:
             self._data[start:end] = self._shard[start:end]
             self._there[start:end] = True
 
+    def release(self):
+        self._data[:] = 0
+
     def digest(self, start, end):
         return self._shard[start:end].tobytes()
 

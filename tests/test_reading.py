@@ -77,11 +77,15 @@ def test_ranges_are_those_of_the_whole_shard(saved, ranges, lost, count):
     reader = reader_of(cluster, report, lost=gone)
     for _ in range(2):  # what is there already is not read again
         assert read(reader, ranges) == [shard[start:end] for start, end in ranges]
+    pulled_bytes = reader.pulled_bytes
+    reader.release()
+    assert not any(bytes(reader.data[start:end]).strip(b"\0") for start, end in ranges)
+    assert read(reader, ranges[:1]) == [shard[start:end] for start, end in ranges[:1]]
     starts, ends = np.array(ranges, np.int64).reshape(-1, 2).T
     assert report.header is not None
     wanted = covering(report.header, starts, ends)
     if "n0" not in gone:
-        assert reader.pulled_bytes <= int(wanted.sum()) * BLOCK_BYTES
+        assert pulled_bytes <= int(wanted.sum()) * BLOCK_BYTES
     assert reader.rebuilt_fragments <= 2
 
 

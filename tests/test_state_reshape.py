@@ -244,6 +244,43 @@ def test_sharded_training_goes_on_in_a_plain_one():
         assert same(flat(state)[name], tensor)
 
 
+@pytest.mark.parametrize(("saved_by", "world"), [(1, 2), (2, 3), (2, 2)])
+def test_plain_training_goes_on_in_a_sharded_one(saved_by, world):
+    """As from DDP to FSDP2; only the rank's own rows are read."""
+
+    def plain(_):
+        torch.manual_seed(0)
+        model = Tied()
+        optim = torch.optim.AdamW(model.parameters(), 0.01)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=seeded())
+            with torch.no_grad():
+                parameter.copy_(parameter.grad + 1)
+        optim.step()
+        model.count.fill_(1)
+        return {"model": model, "optim": optim, "rng": ecckpt.RngState()}
+
+    shards = save_world(saved_by, plain)
+    for rank in range(world):
+        expected, _ = stepped(world, rank)
+        with rank_of(rank, world):
+            state = training(world, 1)
+            assert is_relaid(state, read_shard(memoryview(shards[0])))
+            with pytest.raises(StateMismatch, match=r"exp_avg: saved as a whole tensor"):
+                load({"optim": state["optim"]}, read_shard(memoryview(optim_only(shards[0]))))
+            restore_as(shards, state, rank=rank, world=world)
+            for name, tensor in flat(expected).items():
+                assert same(flat(state)[name], tensor), name
+                assert isinstance(flat(state)[name], DTensor) == isinstance(tensor, DTensor)
+
+
+def optim_only(shard):
+    model = Tied()
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters(), 0.01)}
+    load(state | {"rng": ecckpt.RngState()}, read_shard(memoryview(shard)))
+    return shard_bytes({"optim": state["optim"]})
+
+
 # -- what is handed over, and what is refused -----------------------------------------------------
 
 

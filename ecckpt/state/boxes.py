@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 # Start in the global tensor, and length; in the order in which the rank has them.
 Spans = tuple[tuple[int, int], ...]
 
-_PLACEMENT = re.compile(r"R|S\((\d{1,3})(?:, (\d{1,6}))?\)")
+_PLACEMENT = re.compile(r"R|S\((\d{1,3})(?:, (\d{1,4}))?\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def cut_of(
     spans: list[Spans] = [((0, size),) for size in shape]
     for placement, ranks, rank in zip(placements, mesh_shape, coordinate, strict=True):
         match = _PLACEMENT.fullmatch(placement)
-        if match is None or not 0 <= rank < ranks:
+        if match is None or not 0 <= rank < ranks or match[2] == "0":
             raise ValueError(f"{placement[:40]!r} at {rank} of {ranks}")
         if match[1] is None:
             continue
@@ -79,8 +79,9 @@ def cut_of(
         if dim >= len(spans):
             raise ValueError(f"{placement} of a tensor with {len(spans)} dimensions")
         # A strided shard is cut into `split` pieces first, and has its share of each.
-        pieces = _chunks(spans[dim], int(match[2] or 1))
-        spans[dim] = tuple(span for piece in pieces for span in _chunks(piece, ranks)[rank])
+        split = int(match[2] or 1)
+        pieces = [_chunk(spans[dim], number, split) for number in range(split)]
+        spans[dim] = tuple(span for piece in pieces for span in _chunk(piece, rank, ranks))
     return Cut(tuple(each or ((0, 0),) for each in spans))
 
 
@@ -122,11 +123,11 @@ def byte_runs(
     return offsets, run_bytes
 
 
-def _chunks(spans: Spans, count: int) -> list[Spans]:
-    """``spans`` in so many parts, as ``torch.chunk`` does it but with empty ones at the end."""
+def _chunk(spans: Spans, number: int, count: int) -> Spans:
+    """One of so many chunks, as ``torch.chunk`` cuts them but with empty ones at the end."""
     size = sum(length for _, length in spans)
     part = -(-size // count)
-    return [_take(spans, part * number, part * (number + 1)) for number in range(count)]
+    return _take(spans, part * number, part * (number + 1))
 
 
 def _take(spans: Spans, begin: int, end: int) -> Spans:

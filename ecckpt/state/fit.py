@@ -124,11 +124,14 @@ class Fit:
         """
 
         def check(stored: StoredTensor, at: Path) -> None:
+            like = find(stored, at)
+            if like is not None:
+                self.likes[stored.name] = like
             if stored.sharding is not None:
-                like = find(stored, at)
-                if like is not None:
-                    self.likes[stored.name] = like
                 self._same_mesh(like, stored, at)
+            elif is_dtensor(like):
+                here = self.shardings.of(like)  # type: ignore[arg-type]
+                self.problem(at, f"saved as a whole tensor, here {here}")
 
         def make(stored: StoredTensor, at: Path) -> torch.Tensor:
             return fresh_tensor(stored, find(stored, at))

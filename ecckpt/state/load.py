@@ -53,16 +53,16 @@ def load(state: dict[Any, Any], shard: Shard) -> None:
 def survey(state: dict[Any, Any], shard: Shard) -> dict[str, torch.Tensor]:
     """Which live tensor each saved one would go into, or be made like, as far as they match.
 
-    The data of sharded tensors need not be there.
+    Of the tensors only their form counts: their data need not be there.
     """
-    return _fit(state, shard).likes
+    return _fit(state, shard, with_data=False).likes
 
 
-def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
+def _fit(state: dict[Any, Any], shard: Shard, *, with_data: bool = True) -> Fit:
     check_root(state)
     fit = Fit()
     try:
-        _Walk(fit, shard.seed).node(state, shard.tree(), (), lambda _: None)
+        _Walk(fit, shard.seed, with_data=with_data).node(state, shard.tree(), (), lambda _: None)
     except UnsupportedState as error:
         fit.problems.append(str(error))
     return fit
@@ -71,9 +71,10 @@ def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
 class _Walk:
     """Goes down a live and a saved tree together; ``put`` replaces a value in its container."""
 
-    def __init__(self, fit: Fit, seed: bytes) -> None:
+    def __init__(self, fit: Fit, seed: bytes, *, with_data: bool) -> None:
         self._fit = fit
         self._seed = seed
+        self._with_data = with_data
 
     def node(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         fit = self._fit
@@ -133,7 +134,7 @@ class _Walk:
 
         rebuild = self._fit.rebuild(stored, find, path)
         check_state_dict = getattr(live, "check_state_dict", None)
-        if callable(check_state_dict):
+        if callable(check_state_dict) and self._with_data:
             # Copies, because views may be misaligned: torch crashes on a generator's state that is.
             copies = replace_tensors(stored, lambda tensor, _: tensor.data.clone())
             for problem in check_state_dict(copies):

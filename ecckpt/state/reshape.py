@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,12 +40,10 @@ class Place:
 
 def is_relaid(state: dict[Any, Any], shard: Shard) -> bool:
     """Whether ``state`` cuts a global tensor in another way than ``shard``, or not at all."""
-    shardings = Shardings()
-    likes = survey(state, shard)
+    known = Shardings()
     return any(
-        _wish(like, sharding, shardings) not in (None, _Wish(sharding))
-        for name, like in likes.items()
-        if (sharding := shard.shardings.get(name)) is not None
+        _wish(like, shard, name, known) not in (None, _Wish(shard.shardings.get(name)))
+        for name, like in survey(state, shard).items()
     )
 
 
@@ -77,9 +75,7 @@ def reshape(
             ]
         if problems:
             raise StateMismatch(problems)
-    saved[own].bring([name for name in base.tensors if name not in base.shardings])
-    shard = _assemble(base, survey(state, base), saved, place)
-    return shard, reseeded
+    return _Assembly(base, saved, place, own).run(survey(state, base)), reseeded
 
 
 def _seed(base: Shard, place: Place) -> bytes:
@@ -99,57 +95,84 @@ class _Wish:
     sharding: Sharding | None
 
 
-def _wish(like: torch.Tensor, saved: Sharding, shardings: Shardings) -> _Wish | None:
+def _wish(like: torch.Tensor, saved: Shard, name: str, known: Shardings) -> _Wish | None:
     """None where a tensor of the saved shape cannot be placed as ``like`` is."""
     if not is_dtensor(like):
         return _Wish(None)
-    mine = shardings.of(like)  # type: ignore[arg-type]
-    if mine.shape == saved.shape:
+    mine = known.of(like)  # type: ignore[arg-type]
+    sharding, whole_one = saved.shardings.get(name), saved.tensors[name]
+    shape = sharding.shape if sharding else tuple(whole_one.shape)
+    if mine.shape == shape:
         return _Wish(mine)
     try:
-        replace(mine, shape=saved.shape).cut()
+        replace(mine, shape=shape).cut()
     except ValueError:
         return None
-    return _Wish(shardings.like(like, saved.shape, saved.stride))  # type: ignore[arg-type]
+    stride = sharding.stride if sharding else whole_one.stride()
+    return _Wish(known.like(like, shape, stride))  # type: ignore[arg-type]
 
 
-def _assemble(
-    base: Shard, likes: dict[str, torch.Tensor], saved: Sequence[SavedShard], place: Place
-) -> Shard:
-    """``base`` with its global tensors cut for this rank and filled."""
-    tensors = dict(base.tensors)
-    shardings: dict[str, Sharding] = {}
-    known = Shardings()
-    problems: list[str] = []
-    done: dict[Any, torch.Tensor] = {}
-    for name, sharding in base.shardings.items():
-        like = likes.get(name)
-        wish = _wish(like, sharding, known) if like is not None else None
-        if wish is None:
-            # Nobody may take for data what was never read: a meta tensor cannot be copied from.
-            tensors[name] = tensors[name].to("meta")
-            shardings[name] = sharding
-            continue
-        if wish.sharding is not None:
-            shardings[name] = wish.sharding
-        cut = wish.sharding.cut() if wish.sharding else whole(sharding.shape)
-        try:
-            pieces = _pieces(name, sharding, cut, saved, place)
-        except ValueError as error:
-            problems.append(f"{name}: {error}")
-            continue
-        key = (cut, tuple((rank, saved[rank].stored_name(name)) for rank, _ in pieces))
-        if not pieces or key not in done:  # tied tensors stay one
-            shape = cut.shape if cut else (0,)
-            done[key] = torch.empty(shape, dtype=tensors[name].dtype)
+class _Assembly:
+    """Makes ``base`` into this rank's shard: global tensors cut anew and filled, the rest read."""
+
+    def __init__(self, base: Shard, saved: Sequence[SavedShard], place: Place, own: int) -> None:
+        self._base, self._saved = base, saved
+        self._place, self._own = place, own
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def run(self, likes: Mapping[str, torch.Tensor]) -> Shard:
+        """Read everything; ``likes`` say how global tensors are wanted."""
+        tensors = dict(self._base.tensors)
+        shardings: dict[str, Sharding] = {}
+        known = Shardings()
+        kept: list[str] = []
+        problems: list[str] = []
+        for name, sharding in ((name, self._base.shardings.get(name)) for name in tensors):
+            like = likes.get(name)
+            if sharding is None and not is_dtensor(like):
+                kept.append(name)
+                continue
+            wish = _wish(like, self._base, name, known) if like is not None else None
+            if wish is None:
+                # Nobody may take for data what was never read: nothing can be copied from meta.
+                tensors[name] = tensors[name].to("meta")
+                if sharding is not None:
+                    shardings[name] = sharding
+                continue
+            if wish.sharding is not None:
+                shardings[name] = wish.sharding
+            try:
+                tensors[name] = self._planned(name, wish)
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+        if problems:
+            raise StateMismatch(problems)
+        self._saved[self._own].bring(kept)
+        for rank, shard in enumerate(self._saved):
+            shard.copy_planned()
+            if rank != self._own:  # of which views are handed out
+                shard.release()
+        return replace(self._base, tensors=tensors, shardings=shardings)
+
+    def _planned(self, name: str, wish: _Wish) -> torch.Tensor:
+        """A tensor that will be filled; ``ValueError`` if there are not the parts to do it."""
+        sharding = self._base.shardings.get(name)
+        source = self._base.tensors[name]
+        shape = sharding.shape if sharding else tuple(source.shape)
+        cut = wish.sharding.cut() if wish.sharding else whole(shape)
+        if sharding is not None:
+            pieces = _pieces(name, sharding, cut, self._saved, self._place)
+        else:
+            pieces = [(self._own, each) for each in in_common(whole(shape), cut)] if cut else []
+        stored = tuple((rank, self._saved[rank].stored_name(name)) for rank, _ in pieces)
+        if not pieces:
+            return torch.empty(cut.shape if cut else (0,), dtype=source.dtype)
+        assert cut is not None
+        if (cut, stored) not in self._made:  # tied tensors stay one
+            target = self._made[cut, stored] = torch.empty(cut.shape, dtype=source.dtype)
             for rank, common in pieces:
-                saved[rank].plan_copy(name, common, done[key])
-        tensors[name] = done[key]
-    if problems:
-        raise StateMismatch(problems)
-    for shard in saved:
-        shard.copy_planned()
-    return replace(base, tensors=tensors, shardings=shardings)
+                self._saved[rank].plan_copy(name, common, target)
+        return self._made[cut, stored]
 
 
 def _pieces(

@@ -39,6 +39,9 @@ class Reader(Protocol):
     def digest(self, start: int, end: int) -> bytes:
         """What is equal for equal bytes, if the shards are laid out alike."""
 
+    def release(self) -> None:
+        """Give back the memory of what was brought; ``data`` is zeros again."""
+
 
 class SavedShard:
     """One shard of the saved world. Reads its header at once, anything else when asked to.
@@ -132,6 +135,10 @@ class SavedShard:
                     _box(source, common.source, common.shape)
                 )
         self._runs.clear()
+
+    def release(self) -> None:
+        """Give back the memory of what was read. Views of tensors are zeros from now on."""
+        self._reader.release()
 
     def _bring(self, ranges: list[tuple[int, int]]) -> None:
         if ranges:
