@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -55,11 +56,12 @@ def whole(shape: Sequence[int]) -> Cut:
     return Cut(tuple(((0, size),) for size in shape))
 
 
+@lru_cache(maxsize=1 << 14)  # a model has many tensors, but of few shapes
 def cut_of(
-    shape: Sequence[int],
-    placements: Sequence[str],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
+    shape: tuple[int, ...],
+    placements: tuple[str, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
 ) -> Cut:
     """What the rank at ``coordinate`` of the mesh has of a tensor placed like this.
 

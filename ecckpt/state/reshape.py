@@ -19,7 +19,7 @@ from ecckpt.errors import StateMismatch
 from ecckpt.state.boxes import Common, Cut, in_common, whole
 from ecckpt.state.difference import differences, rng_paths
 from ecckpt.state.load import survey
-from ecckpt.state.saved import SavedShard
+from ecckpt.state.saved import Form, SavedShard
 from ecckpt.state.shard import Shard
 from ecckpt.state.sharding import Sharding, Shardings, is_dtensor
 
@@ -118,6 +118,8 @@ class _Assembly:
     def __init__(self, base: Shard, saved: Sequence[SavedShard], place: Place, own: int) -> None:
         self._base, self._saved = base, saved
         self._place, self._own = place, own
+        self._near = [shard.is_near for shard in saved]
+        self._pieces: dict[Any, list[tuple[int, Common]]] = {}
         self._made: dict[Any, torch.Tensor] = {}
 
     def run(self, likes: Mapping[str, torch.Tensor]) -> Shard:
@@ -158,48 +160,54 @@ class _Assembly:
         """A tensor that will be filled; ``ValueError`` if there are not the parts to do it."""
         sharding = self._base.shardings.get(name)
         source = self._base.tensors[name]
-        shape = sharding.shape if sharding else tuple(source.shape)
-        cut = wish.sharding.cut() if wish.sharding else whole(shape)
-        if sharding is not None:
-            pieces = _pieces(name, sharding, cut, self._saved, self._place)
-        else:
-            pieces = [(self._own, each) for each in in_common(whole(shape), cut)] if cut else []
-        stored = tuple((rank, self._saved[rank].stored_name(name)) for rank, _ in pieces)
+        cut = whole(sharding.shape if sharding else tuple(source.shape))
+        if wish.sharding is not None:
+            mine = wish.sharding.cut()
+            if mine is None:  # outside of the mesh
+                return torch.empty(0, dtype=source.dtype)
+            if sharding is None:
+                return self._cut_from(
+                    name, [(self._own, each) for each in in_common(cut, mine)], mine
+                )
+            cut = mine
+        assert sharding is not None
+        forms = tuple(shard.form(name) for shard in self._saved)
+        if (forms, cut) not in self._pieces:  # a model has many tensors, but of few forms
+            self._pieces[forms, cut] = _pieces(sharding, cut, forms, self._near, self._place)
+        return self._cut_from(name, self._pieces[forms, cut], cut)
+
+    def _cut_from(self, name: str, pieces: list[tuple[int, Common]], cut: Cut) -> torch.Tensor:
+        dtype = self._base.tensors[name].dtype
         if not pieces:
-            return torch.empty(cut.shape if cut else (0,), dtype=source.dtype)
-        assert cut is not None
+            return torch.empty(cut.shape, dtype=dtype)
+        stored = tuple((rank, self._saved[rank].stored_name(name)) for rank, _ in pieces)
         if (cut, stored) not in self._made:  # tied tensors stay one
-            target = self._made[cut, stored] = torch.empty(cut.shape, dtype=source.dtype)
+            target = self._made[cut, stored] = torch.empty(cut.shape, dtype=dtype)
             for rank, common in pieces:
                 self._saved[rank].plan_copy(name, common, target)
         return self._made[cut, stored]
 
 
 def _pieces(
-    name: str, sharding: Sharding, cut: Cut | None, saved: Sequence[SavedShard], place: Place
+    sharding: Sharding, cut: Cut, forms: Sequence[Form], near: Sequence[bool], place: Place
 ) -> list[tuple[int, Common]]:
     """Which boxes to copy from which saved shards; ``ValueError`` if they do not make up ``cut``.
 
     Of replicas one is taken: this node's own, or else the next in turn.
     """
     holders: dict[Cut, list[int]] = {}
-    for rank, shard in enumerate(saved):
-        part = shard.sharding(name)
-        if part is None or part.coordinate is None:
+    for rank, (part, shape) in enumerate(forms):
+        piece = part.cut() if part else None
+        if part is None or piece is None:  # outside of the mesh
             continue
-        if part.layout != sharding.layout:
-            raise ValueError(f"saved as {sharding} and, by rank {rank}, as {part}")
-        piece = shard.cut(name)
-        assert piece is not None
+        if part.layout != sharding.layout or piece.shape != shape:
+            raise ValueError(f"saved as {sharding} and, by rank {rank}, as {part}: {list(shape)}")
         holders.setdefault(piece, []).append(rank)
     pieces = []
     for piece, ranks in holders.items():
-        nearest = min(
-            ranks, key=lambda rank: (not saved[rank].is_near, (rank - place.rank) % len(saved))
-        )
-        pieces += [(nearest, common) for common in in_common(piece, cut)] if cut else []
-    have = sum(math.prod(common.shape) for _, common in pieces)
-    want = math.prod(cut.shape) if cut else 0
+        nearest = min(ranks, key=lambda rank: (not near[rank], (rank - place.rank) % len(forms)))
+        pieces += [(nearest, common) for common in in_common(piece, cut)]
+    have, want = sum(math.prod(common.shape) for _, common in pieces), math.prod(cut.shape)
     if have != want:
         raise ValueError(f"{have} of {want} elements were saved")
     return pieces

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ecckpt.state.boxes import Common, Cut, byte_runs
+from ecckpt.state.boxes import Common, byte_runs
 from ecckpt.state.layout import parse_header_length
 from ecckpt.state.shard import Shard, read_index, read_values
 from ecckpt.state.sharding import Sharding
@@ -18,6 +18,10 @@ from ecckpt.state.tensors import same_bytes
 
 # Same-sized integers: copying them is copying bits, whatever the dtype can do by itself.
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# A part of a global tensor (None: no part of any), and the shape of what is stored.
+Form = tuple[Sharding | None, tuple[int, ...]]
 
 
 class Reader(Protocol):
@@ -79,20 +83,11 @@ class SavedShard:
         """The name under which a tied tensor is stored."""
         return self._index.notes.aliases.get(name, name)
 
-    def sharding(self, name: str) -> Sharding | None:
-        """Which part of a global tensor this shard has under ``name``; None: no part of any."""
-        return self._index.notes.shardings.get(self.stored_name(name))
-
-    def cut(self, name: str) -> Cut | None:
-        """The elements that this shard has of a global tensor; None: it is outside of the mesh.
-
-        Raises ``ValueError`` if its own tensor is of another size than its place in the mesh says.
-        """
-        sharding = self.sharding(name)
-        cut = sharding.cut() if sharding else None
-        if cut is not None and cut.shape != tuple(self.tensor(name).shape):
-            raise ValueError(f"a part of shape {list(self.tensor(name).shape)} as {sharding}")
-        return cut
+    def form(self, name: str) -> Form:
+        """Which part of a global tensor this shard has under ``name``, and that part's shape."""
+        stored = self.stored_name(name)
+        shape = tuple(self._index.tensors[stored].shape)
+        return self._index.notes.shardings.get(stored), shape
 
     def differing(self, other: SavedShard, names: Iterable[str]) -> list[str]:
         """Those of ``names`` whose tensors are not the same in both, bit for bit.
