@@ -17,6 +17,7 @@ from reshaping import (
     shard_bytes,
 )
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -321,6 +322,25 @@ def test_on_as_many_ranks_each_keeps_its_own():
             restore_as(shards, state, rank=rank, world=2)
             assert state["mine"] == rank
             assert same(state["x"], expected["x"])
+
+
+def test_stages_of_a_pipeline_keep_their_own_names():
+    def make(rank, dim, fill=1.0):
+        mesh = DeviceMesh("cpu", [0, 1] if rank < 2 else [2, 3])
+        tensor = torch.arange(12.0).reshape(3, 4) * fill * (1 + rank // 2)
+        return {f"stage{rank // 2}": placed(tensor, mesh, [Shard(dim)])}
+
+    shards = save_world(4, lambda rank: make(rank, 0))
+    for rank in range(4):
+        with rank_of(rank, 4):
+            state, expected = make(rank, 1, fill=0.0), make(rank, 1)
+            restore_as(shards, state, rank=rank, world=4)
+            name = f"stage{rank // 2}"
+            assert same(state[name], expected[name])
+    with rank_of(0, 2):
+        state = {"stage0": placed(torch.zeros(3, 4), mesh_of((2,)), [Shard(0)])}
+        with pytest.raises(StateMismatch, match="state: not the same on rank 0 and rank 3"):
+            restore_as(shards, state, rank=0, world=2)
 
 
 def test_another_shape_or_dtype_is_refused_by_path():

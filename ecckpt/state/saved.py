@@ -86,7 +86,8 @@ class SavedShard:
     def form(self, name: str) -> Form:
         """Which part of a global tensor this shard has under ``name``, and that part's shape."""
         stored = self.stored_name(name)
-        shape = tuple(self._index.tensors[stored].shape)
+        tensor = self._index.tensors.get(stored)  # another stage of a pipeline has other names
+        shape = () if tensor is None else tuple(tensor.shape)
         return self._index.notes.shardings.get(stored), shape
 
     def differing(self, other: SavedShard, names: Iterable[str]) -> list[str]:
