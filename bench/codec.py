@@ -1,95 +1,201 @@
-"""How fast coding and copying are, in units of one memcpy: ``python -m bench.codec``.
+"""How fast the codec is, in units of one memcpy: ``python -m bench.codec``.
 
-A ratio is the time of one ``memcpy`` call over the k data fragments (256 MiB, large enough for its
-non-temporal path) divided by the time of the case, in the same round; the table shows the median
-over the rounds. Above 1 is faster than copying the data once. Memory is reused and page-aligned.
+A ratio is the time of one ``memcpy`` call over the k data fragments divided by the time of the
+case, in the same round; a table shows the medians over the rounds. Above 1 is faster than copying
+the data once. ``bench/README.md`` says how to read the rest; ``--record`` adds a row to it and
+draws the chart in ``docs/``.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from bench import peers, record
+from bench.measuring import (
+    Case,
+    cpu_clock,
+    median_s,
+    others_cpus,
+    ratio,
+    reused_memory,
+    take_turns,
+    wall_clock,
+)
 from ecckpt.codec import Codec, engines
-from ecckpt.copying import copy_bytes, copy_many
+from ecckpt.fragment import BLOCK_BYTES, fragment_bytes_for
 
-DATA_BYTES = 256 << 20
-BLOCK_BYTES = 1 << 20
-ROUNDS = 7
-CODES = ((4, 2), (8, 2), (8, 4), (16, 4))
-SLOW = {"scalar", "zfec"}  # only one code and one round: they take seconds
+DATA_BYTES = 256 << 20  # one memcpy of this bypasses the caches; a smaller one is much slower
+CODES = ((4, 2), (8, 2), (8, 4), (10, 4), (16, 4), (32, 8))
+MEMCPY = "memcpy"
 
-Cases = dict[str, Callable[[], object]]
-
-
-def aligned(count: int) -> np.ndarray:
-    """Return `count` touched bytes that start a page."""
-    room = np.ones(count + 4096, np.uint8)
-    return room[-room.ctypes.data % 4096 :][:count]
+# Two threads are measured when other processes take less than so many CPUs, in so many attempts.
+QUIET_CPUS = 0.15
+ATTEMPTS = 6
+PAUSE_S = 5.0
 
 
-def coding_cases(memory: np.ndarray, engine: str) -> Cases:
-    """Return encode, rebuild and verify of several codes; all share `memory`."""
-    cases: Cases = {}
-    for k, m in CODES if engine not in SLOW else [(8, 2)]:
-        length = DATA_BYTES // k
-        fragments = [memory[i * length :][:length] for i in range(k + m)]
-        data, parity = fragments[:k], fragments[k:]
-        coder = Codec(k, m, engine=engine)
-        present, missing = dict(enumerate(fragments[2:], 2)), dict(enumerate(fragments[:2]))
-        name = f"{engine} ({k},{m})"
-        cases[f"{name} encode + CRC"] = lambda c=coder, d=data, p=parity: c.encode(
-            d, p, BLOCK_BYTES
+@dataclass(frozen=True)
+class Memory:
+    """The fragments of one code, one after another with the stride of the store, and a copy."""
+
+    k: int
+    m: int
+    data: list[np.ndarray]
+    parity: list[np.ndarray]
+    copies: list[np.ndarray]
+    payload: np.ndarray  # the data, whole
+    copied: np.ndarray
+
+    @property
+    def fragments(self) -> dict[int, np.ndarray]:
+        """Data and parity by index."""
+        return dict(enumerate([*self.data, *self.parity]))
+
+
+def laid_out(pool: np.ndarray, k: int, m: int) -> Memory:
+    """Cut the pool into fragments and copies."""
+    size = fragment_bytes_for(DATA_BYTES, k)
+    pieces = [pool[i * size : (i + 1) * size] for i in range(2 * k + m)]
+    payload, copied = pool[: k * size], pool[(k + m) * size : (2 * k + m) * size]
+    return Memory(k, m, pieces[:k], pieces[k : k + m], pieces[k + m :], payload, copied)
+
+
+def memcpy(memory: Memory) -> Callable[[], object]:
+    """Return one call over the data."""
+    target, source = memory.copied.ctypes.data, memory.payload.ctypes.data
+    return lambda: ctypes.memmove(target, source, memory.payload.size)
+
+
+def our_cases(memory: Memory, engine: str, threads: int = 1) -> dict[str, Case]:
+    """Return what a save and a restore do."""
+    coder = Codec(memory.k, memory.m, engine=engine)
+    data, parity, copies = memory.data, memory.parity, memory.copies
+
+    def encode(copied: Sequence[np.ndarray] = (), checksums: bool = True) -> Callable[[], object]:
+        return lambda: coder.encode(
+            data, parity, BLOCK_BYTES, copies=copied, checksums=checksums, threads=threads
         )
-        cases[f"{name} rebuild 2 + CRC"] = lambda c=coder, p=present, q=missing: c.rebuild(
-            p, q, BLOCK_BYTES
+
+    def rebuild(lost: int, restore: bool) -> Callable[[], object]:
+        # The k present fragments with the lowest indices, as a restore pulls them. What is missing
+        # is rebuilt in place; a restore makes the whole payload elsewhere.
+        fragments = memory.fragments
+        present = {i: fragments[i] for i in range(lost, memory.k + lost)}
+        place = copies if restore else data
+        missing = {i: place[i] for i in range(lost)}
+        copied = {i: copies[i] for i in range(lost, memory.k)} if restore else {}
+        return lambda: coder.rebuild(present, missing, BLOCK_BYTES, copies=copied, threads=threads)
+
+    return {
+        "encode": Case(encode(checksums=False)),
+        "encode + CRC": Case(encode()),
+        "copy + encode + CRC": Case(encode(copies)),
+        "rebuild 1 + CRC": Case(rebuild(1, restore=False)),
+        f"rebuild {memory.m} + CRC": Case(rebuild(memory.m, restore=False)),
+        "restore, 1 lost": Case(rebuild(1, restore=True)),
+        f"restore, {memory.m} lost": Case(rebuild(memory.m, restore=True)),
+    }
+
+
+def other_cases(memory: Memory, full: bool) -> dict[str, Case]:
+    """Return the limits of memory, the weaker engines, and the peers."""
+    cases: dict[str, Case] = {}
+    if moves := peers.traffic():
+        for name, copies in (("", []), ("copy + ", memory.copies)):
+            cases[f"limit: {name}encode without arithmetic"] = Case(
+                lambda c=copies: moves(memory.data, memory.parity, c)
+            )
+        for lost in (1, memory.m):  # spoils the data: from here on only times matter
+            present = [*memory.data[lost:], *memory.parity[:lost]]
+            cases[f"limit: rebuild {lost} without arithmetic"] = Case(
+                lambda p=present, e=lost: moves(p, memory.data[:e], [])
+            )
+        cases["limit: reading alone"] = Case(lambda: moves(memory.data, [], []))
+    if "avx2" in engines():
+        coder = Codec(memory.k, memory.m, engine="avx2")
+        cases["avx2 engine, encode + CRC"] = Case(
+            lambda: coder.encode(memory.data, memory.parity, BLOCK_BYTES)
         )
-        cases[f"{name} CRC only"] = lambda c=coder, d=data: c.rebuild(
-            dict(enumerate(d)), {}, BLOCK_BYTES
-        )
+    for name, library in peers.isa_l_libraries().items():
+        encode = library.encoder(memory.k, memory.m, memory.data, memory.parity)
+        cases[f"{name}, encode"] = Case(encode)
+    if full:
+        if encode := peers.pyeclib_encoder(memory.k, memory.m, memory.payload):
+            cases["pyeclib, encode in 1 MiB segments"] = Case(encode, slow=True)
+        encode = peers.zfec_encoder(memory.k, memory.m, memory.data)
+        cases["zfec, encode"] = Case(encode, slow=True)
     return cases
 
 
-def copying_cases(source: np.ndarray, target: np.ndarray) -> Cases:
-    """Return copies of the same bytes in one piece and in many."""
-    cases: Cases = {"copy_bytes": lambda: copy_bytes(source, target)}
-    for piece in (2 << 20, 64 << 10, 13 << 10):
-        starts = np.arange(0, source.size, piece)
-        lengths = np.minimum(source.size - starts, piece)
-        addresses = (source.ctypes.data + starts, target.ctypes.data + starts, lengths)
-        ranges = np.stack(addresses, axis=1).astype(np.int64)
-        name = f"copy_many of {starts.size} x {piece >> 10} KiB"
-        cases[name] = lambda ranges=ranges: copy_many(ranges)
+def one_thread(memory: Memory, rounds: int, full: bool) -> dict[str, Case]:
+    """Measure everything in one thread, by its CPU time."""
+    cases = {MEMCPY: Case(memcpy(memory))}
+    cases |= our_cases(memory, engines()[0]) | other_cases(memory, full)
+    take_turns(cases, rounds, cpu_clock)
     return cases
+
+
+def two_threads(memory: Memory, rounds: int) -> dict[str, float]:
+    """Return how much sooner two threads are done than one, by the clock on the wall.
+
+    Nothing can be said of that while other processes want the CPUs: then the result is empty.
+    """
+    for _ in range(ATTEMPTS):
+        alone, shared = our_cases(memory, engines()[0]), our_cases(memory, engines()[0], threads=2)
+        cases = {}
+        for name in alone:
+            cases |= {f"{name} 1": alone[name], f"{name} 2": shared[name]}
+        others = others_cpus(lambda c=cases: take_turns(c, rounds, wall_clock))
+        if others < QUIET_CPUS:
+            return {name: ratio(shared[name], alone[name]) for name in alone}
+        time.sleep(PAUSE_S)
+    return {}
+
+
+def print_table(title: str, ratios: dict[str, tuple[float, float]]) -> None:
+    """Print ratios and GB/s."""
+    print(f"\n{title:42} {'x memcpy':>8} {'GB/s':>7}")
+    for name, (times, speed) in ratios.items():
+        print(f"{name:42} {times:8.2f} {speed:7.2f}")
 
 
 def main() -> None:
-    """Run all cases round-robin and print their medians."""
-    memory, target = aligned(2 * DATA_BYTES), aligned(DATA_BYTES)
-    source = memory[:DATA_BYTES]
-    cases: Cases = {
-        "memcpy": lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, DATA_BYTES)
-    }
-    cases |= copying_cases(source, target)
-    for engine in engines():
-        cases |= coding_cases(memory, engine)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(ROUNDS):
-        for name, run in cases.items():
-            if turn and name.split()[0] in SLOW:
-                continue
-            start = time.thread_time()
-            run()
-            seconds[name].append(time.thread_time() - start)
-    print(f"{'case':32} {'x memcpy':>8} {'GB/s':>7}")
-    for name, times in seconds.items():
-        pairs = zip(seconds["memcpy"], times, strict=False)
-        ratio = statistics.median(memcpy / taken for memcpy, taken in pairs)
-        print(f"{name:32} {ratio:8.2f} {DATA_BYTES / statistics.median(times) / 1e9:7.2f}")
+    """Measure, print, and record if asked."""
+    parser = argparse.ArgumentParser(prog="python -m bench.codec")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--codes", default=",".join(f"{k}+{m}" for k, m in CODES))
+    parser.add_argument("--quick", action="store_true", help="without zfec, pyeclib, two threads")
+    parser.add_argument("--record", action="store_true", help="into bench/README.md and docs/")
+    arguments = parser.parse_args()
+    codes = [tuple(map(int, code.split("+"))) for code in arguments.codes.split(",")]
+    pool = reused_memory(max((2 * k + m) * fragment_bytes_for(DATA_BYTES, k) for k, m in codes))
+
+    found: record.Results = {}
+    for k, m in codes:
+        memory = laid_out(pool, k, m)
+        cases = one_thread(memory, arguments.rounds, not arguments.quick)
+        size = memory.payload.size
+        table = {
+            name: (ratio(case, cases[MEMCPY]), size / median_s(case) / 1e9)
+            for name, case in cases.items()
+        }
+        print_table(f"({k},{m}) {engines()[0]}, 1 thread, CPU time", table)
+        found[k, m] = {name: times for name, (times, _) in table.items()}
+        if not arguments.quick:
+            speedups = two_threads(memory, arguments.rounds)
+            listed = ", ".join(f"{name} {speedup:.2f}" for name, speedup in speedups.items())
+            print(f"2 threads, x 1 thread: {listed or 'others want the CPUs'}")
+            found[k, m] |= {f"2 threads: {name}": value for name, value in speedups.items()}
+    print(f"\n{record.reach(found)}")
+    if arguments.record:
+        record.add_row(found)
+        record.draw(found)
 
 
 if __name__ == "__main__":

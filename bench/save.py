@@ -1,13 +1,15 @@
 """How long a save keeps its caller, in units of one memcpy: ``python -m bench.save``.
 
-The state is 256 MiB of CPU tensors, the parameters and AdamW moments of a small GPT. Each round
-times one ``memcpy`` call over as many bytes, into memory that was touched before, and one
-``save()`` of a run that is protected with RS(3, 2) over six agents on this machine; the save is
-committed before the next round begins. The ratio is the median over the rounds.
+The state is 256 MiB of CPU tensors: the parameters and AdamW moments of a small GPT, or with
+``--tensors 20000`` that many of equal size. Each round times one ``memcpy`` call over as many
+bytes, into memory that was touched before, and one ``save()`` of a run that is protected with
+RS(3, 2) over six agents on this machine; the save is committed before the next round begins. The
+ratio is the median over the rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import statistics
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 import ecckpt
+from ecckpt.state import ShardPlan, plan_shard
 from ecckpt.testing import LocalCluster
 
 STATE_BYTES = 256 << 20
@@ -43,6 +46,25 @@ def gpt_state(state_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
         }
         for kind in ("weights", "exp_avg", "exp_avg_sq")
     }
+
+
+def even_state(state_bytes: int, tensors: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of one size, each in memory of its own."""
+    elements = state_bytes // 4 // tensors
+    return {"weights": {f"layer{index}.weight": torch.rand(elements) for index in range(tensors)}}
+
+
+def plan_s(state: dict[str, dict[str, torch.Tensor]]) -> tuple[float, float]:
+    """Seconds to plan a state for the first time, and again when only its contents changed."""
+    first_s, again_s = [], []
+    previous: ShardPlan | None = None
+    for _ in range(ROUNDS):
+        started_s = time.perf_counter()
+        plan = plan_shard(state, previous=previous)
+        (again_s if previous else first_s).append(time.perf_counter() - started_s)
+        plan.write(memoryview(bytearray(plan.shard_bytes)))  # a written plan holds no tensors
+        previous = plan
+    return first_s[0], statistics.median(again_s)
 
 
 @contextmanager
@@ -69,8 +91,12 @@ def agent_rss_bytes(pid: int) -> int:
 
 def main() -> None:
     """Print the medians, and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="bench.save", description=__doc__)
+    parser.add_argument("--tensors", type=int, help="this many of equal size, not those of a GPT")
+    tensors = parser.parse_args().tensors
     torch.set_num_threads(1)
-    state = gpt_state(STATE_BYTES)
+    state = even_state(STATE_BYTES, tensors) if tensors else gpt_state(STATE_BYTES)
+    first_plan_s, next_plan_s = plan_s(state)
     state_bytes = sum(each.nbytes for kind in state.values() for each in kind.values())
     source, target = np.ones(state_bytes, np.uint8), np.ones(state_bytes, np.uint8)
     ratios, stalls_s, copies_s, protected_s = [], [], [], []
@@ -87,6 +113,8 @@ def main() -> None:
     row = {
         "state_mib": round(state_bytes / 2**20),
         "tensors": sum(map(len, state.values())),
+        "first_plan_s": first_plan_s,
+        "plan_s": next_plan_s,
         "memcpy_s": statistics.median(copies_s),
         "stall_s": statistics.median(stalls_s),
         "stall_over_memcpy": statistics.median(ratios),

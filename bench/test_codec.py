@@ -1,27 +1,76 @@
-"""The two operations of every save, for pytest-benchmark: ``pytest bench/test_codec.py``."""
+"""The operations of every save and restore, for pytest-benchmark: ``pytest bench/test_codec.py``.
+
+Small enough for a quick look; ``python -m bench.codec`` measures against memory and the peers.
+"""
 
 import numpy as np
 import pytest
 
+from bench.measuring import reused_memory
 from ecckpt.codec import Codec, engines
 from ecckpt.copying import copy_bytes
+from ecckpt.fragment import BLOCK_BYTES, fragment_bytes_for
 
-FRAGMENT_BYTES = 4 << 20
+DATA_BYTES = 32 << 20
+
+
+def cut(k, m):
+    """Return data, parity and copies with the stride of the store."""
+    size = fragment_bytes_for(DATA_BYTES, k)
+    pool = reused_memory((2 * k + m) * size)
+    pieces = [pool[i * size : (i + 1) * size] for i in range(2 * k + m)]
+    return pieces[:k], pieces[k : k + m], pieces[k + m :]
+
+
+def timed(benchmark, run, *arguments, **named):
+    """Run it a few times on memory that stays."""
+    benchmark.extra_info["data_bytes"] = DATA_BYTES
+    return benchmark.pedantic(run, arguments, named, rounds=5, warmup_rounds=1)
 
 
 @pytest.mark.parametrize("engine", engines())
 def test_encode(benchmark, engine):
-    """Encode 32 MiB with 8+2, checksums included."""
-    data = np.ones((8, FRAGMENT_BYTES), np.uint8)
-    parity = np.ones((2, FRAGMENT_BYTES), np.uint8)
-    coder = Codec(8, 2, engine=engine)
-    benchmark.extra_info["data_bytes"] = data.size
-    benchmark.pedantic(coder.encode, (list(data), list(parity), 1 << 20), rounds=5, warmup_rounds=1)
+    """8+2 with all checksums."""
+    data, parity, _ = cut(8, 2)
+    table = timed(benchmark, Codec(8, 2, engine=engine).encode, data, parity, BLOCK_BYTES)
+    assert Codec(8, 2).verify(dict(enumerate([*data, *parity])), table, BLOCK_BYTES) == []
+
+
+@pytest.mark.parametrize(("k", "m"), [(4, 2), (8, 4), (10, 4), (16, 4), (32, 8)])
+def test_encode_codes(benchmark, k, m):
+    """Other codes with all checksums."""
+    data, parity, _ = cut(k, m)
+    timed(benchmark, Codec(k, m).encode, data, parity, BLOCK_BYTES)
+
+
+def test_encode_without_checksums(benchmark):
+    """8+2, parity alone."""
+    data, parity, _ = cut(8, 2)
+    timed(benchmark, Codec(8, 2).encode, data, parity, BLOCK_BYTES, checksums=False)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_copy_and_encode(benchmark, threads):
+    """8+2 with all checksums, the data copied elsewhere in the same pass."""
+    data, parity, copies = cut(8, 2)
+    coder = Codec(8, 2)
+    timed(benchmark, coder.encode, data, parity, BLOCK_BYTES, copies=copies, threads=threads)
+    assert all(np.array_equal(c, d) for c, d in zip(copies, data, strict=True))
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_rebuild(benchmark, lost):
+    """Lost data of 8+2 in place, with all checksums."""
+    data, parity, _ = cut(8, 2)
+    coder = Codec(8, 2)
+    table = coder.encode(data, parity, BLOCK_BYTES)
+    present = {i: f for i, f in enumerate([*data, *parity]) if lost <= i < 8 + lost}
+    missing = dict(enumerate(data[:lost]))
+    rebuilt = timed(benchmark, coder.rebuild, present, missing, BLOCK_BYTES)
+    assert np.array_equal(rebuilt[: 8 + lost], table[: 8 + lost])
 
 
 def test_copy(benchmark):
-    """Copy 32 MiB past the caches."""
-    source = np.ones(8 * FRAGMENT_BYTES, np.uint8)
-    target = np.ones_like(source)
-    benchmark.extra_info["data_bytes"] = source.size
-    benchmark.pedantic(copy_bytes, (source, target), rounds=5, warmup_rounds=1)
+    """The same bytes past the caches, for comparison."""
+    source, target = reused_memory(DATA_BYTES), reused_memory(DATA_BYTES)
+    timed(benchmark, copy_bytes, source, target)

@@ -9,16 +9,30 @@ from ecckpt.errors import EcckptError
 
 if TYPE_CHECKING:
     from ecckpt.checkpointer import Checkpointer, Restored, SaveHandle
-    from ecckpt.state import RngState
+    from ecckpt.opening import Opened, open  # noqa: A004
+    from ecckpt.state import RngState, register
 
-__all__ = ["Checkpointer", "EcckptError", "Restored", "RngState", "SaveHandle", "errors"]
+__all__ = [
+    "Checkpointer",
+    "EcckptError",
+    "Opened",
+    "Restored",
+    "RngState",
+    "SaveHandle",
+    "errors",
+    "open",
+    "register",
+]
 
 # Loaded on first use: they import torch, which the agent must never do.
 _LAZY = {
     "Checkpointer": "ecckpt.checkpointer",
+    "Opened": "ecckpt.opening",
     "Restored": "ecckpt.checkpointer",
     "SaveHandle": "ecckpt.checkpointer",
     "RngState": "ecckpt.state",
+    "open": "ecckpt.opening",
+    "register": "ecckpt.state",
 }
 
 

@@ -12,12 +12,19 @@ def code(
     engine: str,
     coefficients: bytes,
     inputs: Sequence[NDArray[np.uint8]],
+    coded_count: int,
+    copies: Sequence[NDArray[np.uint8] | None],
     outputs: Sequence[NDArray[np.uint8]],
     block_bytes: int,
-    input_checksums: NDArray[np.uint32],
-    output_checksums: NDArray[np.uint32],
+    input_checksums: NDArray[np.uint32] | None,
+    output_checksums: NDArray[np.uint32] | None,
+    threads: int,
 ) -> None:
-    """Make outputs (outputs x inputs coefficients) and the CRC32C of each block of each array."""
+    """Make outputs (outputs x coded_count coefficients), copies, and the CRC32C of each block.
 
-def copy_ranges(ranges: NDArray[np.int64], threads: int) -> None:
+    Copies are none at all, or one (or None) for each input. The tables are both None, or have a row
+    for each input and output.
+    """
+
+def copy_ranges(engine: str, ranges: NDArray[np.int64], threads: int) -> None:
     """Copy (source address, target address, length) rows."""

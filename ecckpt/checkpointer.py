@@ -33,6 +33,7 @@ from ecckpt.errors import (
 from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.joining import join
+from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.restoring import Order, Restored, Restorer
@@ -98,6 +99,7 @@ class Checkpointer:
             run, code, min_margin, every_steps, save_timeout_s, restore_timeout_s
         )
         self._node = NodeConfig.from_environment(root)
+        prefer(self._node.engine)
         self._strict = strict
         self._meeting = meet(store, rank=rank, world_size=world_size)
         self._cluster, self._local_ranks = join(

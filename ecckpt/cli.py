@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ecckpt.config import NodeConfig, read_token
-from ecckpt.errors import AgentUnreachable, EcckptError
+from ecckpt.errors import AgentUnreachable, EcckptError, InvalidConfig
+from ecckpt.native import prefer
+
+if TYPE_CHECKING:
+    from ecckpt.exporting import Exported
+    from ecckpt.integrations.dcp_directory import ExportedDcp
+    from ecckpt.opening import Opened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parser().parse_args(arguments)
         status: int = parsed.act(parsed)
-    except EcckptError as error:
+    except (EcckptError, OSError) as error:
         print(f"ecckpt: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -32,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_agent(commands)
     _add_looks(commands)
+    _add_exchange(commands)
     _add_demo(commands)
     return parser
 
@@ -44,6 +54,7 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument("--domain", help="what it fails together with (default: only itself)")
     agent.add_argument("--listen", default=node.listen, metavar="HOST:PORT", help="for its peers")
     agent.add_argument("--token-file", type=Path, default=node.token_file, help="shared credential")
+    agent.add_argument("--engine", default=node.engine, help="of the codec (default: the best one)")
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -61,6 +72,62 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
+
+
+def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    node = NodeConfig.from_environment()
+    export = commands.add_parser("export", help="write a checkpoint's tensors as files for others")
+    export.add_argument("run")
+    export.add_argument("agents", nargs="+", metavar="HOST:PORT", help="all that may hold some")
+    export.add_argument(
+        "--to",
+        nargs=2,
+        required=True,
+        metavar=("FORMAT", "DIR"),
+        help="safetensors: for Hugging Face's tools; dcp: for torch.distributed.checkpoint; "
+        "DIR must be new or empty",
+    )
+    export.add_argument("--step", type=int, help="this step instead of the newest")
+    export.add_argument("--prefix", help="of the names, cut off (safetensors: model., dcp: none)")
+    export.add_argument("--rank", type=int, help="whose tensors, where ranks have different ones")
+    export.add_argument(
+        "--max-shard-bytes", type=_bytes, default="5GB", metavar="SIZE", help="of a file (5GB)"
+    )
+    export.add_argument("--token-file", type=Path, default=node.token_file)
+    export.add_argument("--json", action="store_true")
+    export.set_defaults(act=_export)
+    take = commands.add_parser("import", help="save a folder of safetensors files as a new run")
+    take.add_argument("run")
+    take.add_argument("folder", type=Path, metavar="DIR")
+    take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
+    take.add_argument("--agents", nargs="*", default=[], metavar="HOST:PORT", help="more holders")
+    take.add_argument("--step", type=int, default=0)
+    take.add_argument(
+        "--tie",
+        type=_tie,
+        nargs="*",
+        default=[],
+        metavar="NAME=STORED",
+        help="further names of tensors that are there (lm_head.weight=model.embed_tokens.weight)",
+    )
+    take.add_argument("--json", action="store_true")
+    take.set_defaults(act=_import)
+
+
+def _tie(text: str) -> tuple[str, str]:
+    name, equals, stored = text.partition("=")
+    if not (name and equals and stored):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=STORED")
+    return name, stored
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,15}) ?([KMGT]i?)?B?", text)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size (such as 5GB or 512MiB)")
+    power = " KMGT".index((match[2] or " ")[0])
+    size: int = int(match[1]) * (1024 if (match[2] or "").endswith("i") else 1000) ** power
+    return size
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,6 +148,7 @@ def _agent(arguments: argparse.Namespace) -> int:
         return 0
     from ecckpt.agent.daemon import AlreadyRunning, run_agent
 
+    prefer(arguments.engine)
     try:
         run_agent(
             arguments.root,
@@ -147,6 +215,65 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
         if not plan.generations:
             print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    kind, folder = arguments.to
+    if kind not in ("safetensors", "dcp"):
+        raise InvalidConfig(f"--to {kind}: no such format", hint="safetensors or dcp")
+    from ecckpt.opening import open as open_run
+
+    token = read_token(arguments.token_file)
+    opened = open_run(arguments.run, arguments.agents, step=arguments.step, token=token)
+    if arguments.rank is not None:
+        opened = opened.as_rank(arguments.rank)
+    done = _export_to(kind, opened, Path(folder), arguments)
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.tensors} tensors, {done.total_bytes:,} bytes "
+            f"of generation {done.generation}: {done.folder}"
+        )
+    return 0
+
+
+def _export_to(
+    kind: str, opened: Opened, folder: Path, arguments: argparse.Namespace
+) -> Exported | ExportedDcp:
+    if kind == "dcp":
+        from ecckpt.integrations.dcp_directory import export_dcp
+
+        return export_dcp(opened, folder, prefix=arguments.prefix or "")
+    from ecckpt.exporting import export_safetensors
+
+    return export_safetensors(
+        opened,
+        folder,
+        prefix="model." if arguments.prefix is None else arguments.prefix,
+        max_file_bytes=arguments.max_shard_bytes,
+    )
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from ecckpt.importing import import_safetensors
+
+    done = import_safetensors(
+        arguments.run,
+        arguments.folder,
+        root=arguments.root,
+        agents=arguments.agents,
+        step=arguments.step,
+        ties=dict(arguments.tie),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.tensors} tensors, {done.total_bytes:,} bytes as generation {done.generation} "
+            f"of run {done.run}: {done.promise}"
+        )
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

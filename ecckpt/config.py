@@ -14,6 +14,7 @@ from typing import Self
 
 from ecckpt.errors import InvalidConfig
 from ecckpt.generation import check_name
+from ecckpt.native import AUTO
 from ecckpt.placement import CodeSpec
 
 
@@ -57,14 +58,16 @@ class NodeConfig:
     domain: str
     listen: str
     token_file: Path | None
+    engine: str = AUTO
 
     @classmethod
     def from_environment(cls, root: str | Path | None = None) -> Self:
         """Settings of this node.
 
         ``ECCKPT_ROOT`` (default: /dev/shm/ecckpt-UID), ``ECCKPT_NODE`` (default: the host's name),
-        ``ECCKPT_DOMAIN`` (default: the node itself), ``ECCKPT_LISTEN`` (default: 127.0.0.1:0) and
-        ``ECCKPT_TOKEN_FILE``. An argument beats the environment.
+        ``ECCKPT_DOMAIN`` (default: the node itself), ``ECCKPT_LISTEN`` (default: 127.0.0.1:0),
+        ``ECCKPT_TOKEN_FILE`` and ``ECCKPT_ENGINE`` (of the codec; default: auto, the best one). An
+        argument beats the environment.
         """
         read = os.environ.get
         hostname = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "localhost"
@@ -76,6 +79,7 @@ class NodeConfig:
             domain=read("ECCKPT_DOMAIN") or node,
             listen=read("ECCKPT_LISTEN") or "127.0.0.1:0",
             token_file=Path(token_file) if token_file else None,
+            engine=read("ECCKPT_ENGINE") or AUTO,
         )
 
     def token(self) -> str:

@@ -8,6 +8,7 @@ snapshot of many tensors would take 1.6 times as long as one copy of the same by
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,13 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecckpt.errors import InvalidBuffer, InvalidConfig
+from ecckpt.native import AUTO, HAVE_NATIVE, resolved
 
-try:
+if HAVE_NATIVE:
     from ecckpt import _native
-
-    HAVE_NATIVE = True
-except ImportError:  # installed without a compiler
-    HAVE_NATIVE = False
 
 Bytes = NDArray[np.uint8]
 
@@ -93,7 +91,8 @@ def copy_bytes(source: Buffer, target: WritableBuffer, *, threads: int = 1) -> N
         source: any contiguous buffer; owned by the caller, only read.
         target: a writable contiguous buffer of the same number of bytes; owned by the caller,
             overwritten.
-        threads: how many threads share the work (at least 1); small copies use fewer.
+        threads: how many threads may share the work (at least 1), this one included. Small copies
+            use fewer, and there are never more than CPUs.
 
     Raises:
         InvalidBuffer: not contiguous, read-only target, different lengths, or overlap. Nothing was
@@ -107,12 +106,12 @@ def copy_bytes(source: Buffer, target: WritableBuffer, *, threads: int = 1) -> N
             f"source has {source_view.size:,} bytes, target {target_view.size:,}: they must agree"
         )
     check_disjoint([("source", source_view)], [("target", target_view)])
-    _check_threads(threads)
+    threads = usable_threads(threads)
     if not HAVE_NATIVE:
         target_view[:] = source_view
         return
     row = [address_of(source_view), address_of(target_view), source_view.size]
-    _native.copy_ranges(np.array([row], np.int64), threads)
+    _native.copy_ranges(_engine(), np.array([row], np.int64), threads)
 
 
 def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
@@ -125,8 +124,8 @@ def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
     Args:
         ranges: int64 array of shape (N, 3), C-contiguous: source address, target address and
             length in bytes of each copy. N may be 0, lengths may be 0.
-        threads: how many threads share the bytes (at least 1), however they are spread over the
-            rows.
+        threads: how many threads may share the bytes (at least 1), however they are spread over
+            the rows; never more than there are CPUs.
 
     Raises:
         InvalidBuffer: another shape or type, a negative length, or a null address of a range that
@@ -134,12 +133,18 @@ def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
         InvalidConfig: ``threads`` is less than 1.
     """
     _check_ranges(ranges)
-    _check_threads(threads)
+    threads = usable_threads(threads)
     if not HAVE_NATIVE:
         for source_address, target_address, length in ranges.tolist():
             ctypes.memmove(target_address, source_address, length)
         return
-    _native.copy_ranges(ranges, threads)
+    _native.copy_ranges(_engine(), ranges, threads)
+
+
+def _engine() -> str:
+    """Return the native engine that copies: the codec's, unless that is zfec."""
+    name = resolved(AUTO)
+    return name if name != "zfec" else _native.engine_names()[0]
 
 
 def _check_ranges(ranges: NDArray[np.int64]) -> None:
@@ -159,6 +164,12 @@ def _check_ranges(ranges: NDArray[np.int64]) -> None:
         )
 
 
-def _check_threads(threads: int) -> None:
+def usable_threads(threads: int) -> int:
+    """Return how many threads to run when so many are allowed: no more than there are CPUs.
+
+    Raises:
+        InvalidConfig: ``threads`` is less than 1.
+    """
     if threads < 1:
-        raise InvalidConfig(f"{threads} threads to copy with: at least 1 is needed")
+        raise InvalidConfig(f"{threads} threads: at least 1 is needed")
+    return min(threads, len(os.sched_getaffinity(0)))

@@ -197,6 +197,10 @@ class StateMismatch(EcckptError, ValueError):
         self.problems = tuple(problems)
 
 
+class InvalidFolder(EcckptError, ValueError):
+    """A folder of weights that is incomplete, was changed or contradicts itself."""
+
+
 # -- save and restore -----------------------------------------------------------------------------
 
 

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "sharing.h"
 
 namespace ecckpt {
 namespace {
@@ -15,6 +14,8 @@ constexpr std::size_t streaming_total_bytes = std::size_t{4} << 20;
 
 // Starting a thread costs as much as copying about this much.
 constexpr std::size_t least_share_bytes = std::size_t{1} << 20;
+
+constexpr std::size_t page_bytes = 4096;
 
 using Copy = void (*)(const std::uint8_t *, std::uint8_t *, std::size_t);
 
@@ -45,25 +46,11 @@ void copy_ranges(const Engine &engine, const Range *ranges, std::size_t count,
     for (std::size_t row = 0; row < count; ++row)
         total += static_cast<std::size_t>(ranges[row].length);
     const Copy copy = total >= streaming_total_bytes ? engine.copy : copy_cached;
-    const std::size_t shares =
-        std::max<std::size_t>(std::min(threads, total / least_share_bytes), 1);
     // Whole pages, so that no two threads write the same cache line of a page-aligned range.
-    const std::size_t share = (total / shares + 4095) / 4096 * 4096;
-
-    std::vector<std::thread> helpers;
-    helpers.reserve(shares - 1);
-    std::size_t begin = 0;
-    try {
-        while (helpers.size() + 1 < shares && begin < total) {
-            const std::size_t end = std::min(begin + share, total);
-            helpers.emplace_back(copy_share, copy, ranges, begin, end);
-            begin = end;
-        }
-    } catch (const std::system_error &) {
-        // No more threads to be had: this one does the rest.
-    }
-    copy_share(copy, ranges, begin, total);
-    for (std::thread &helper : helpers) helper.join();
+    share_out(total, page_bytes, least_share_bytes, threads,
+              [copy, ranges](std::size_t begin, std::size_t end) {
+                  copy_share(copy, ranges, begin, end);
+              });
 }
 
 }  // namespace ecckpt

@@ -14,6 +14,9 @@ const Engine *const engines[] = {
     &gfni_engine,
     &avx2_engine,
 #endif
+#if ECCKPT_ARM
+    &neon_engine,
+#endif
     &scalar_engine,
 };
 

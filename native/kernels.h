@@ -1,7 +1,8 @@
 // The seam between the instruction sets and everything else.
 //
-// One Engine is one way to run the same two loops: `code` makes outputs out of inputs and takes the
-// CRC32C of both on the way, `copy` moves bytes past the caches. Every engine gives the same bytes.
+// One Engine is one way to run the same two loops: `code` makes outputs out of inputs, takes the
+// CRC32C of both and copies the inputs on the way, `copy` moves bytes past the caches. Every engine
+// gives the same bytes.
 // The kernel files use no templates or inline functions of the standard library: those would be
 // emitted as weak symbols with that file's instructions, and the linker might choose them for all.
 #pragma once
@@ -15,6 +16,12 @@
 #define ECCKPT_X86 0
 #endif
 
+#if defined(__aarch64__)
+#define ECCKPT_ARM 1
+#else
+#define ECCKPT_ARM 0
+#endif
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernels read bytes as little-endian words"
 #endif
@@ -25,21 +32,25 @@ constexpr std::size_t max_fragments = 256;
 constexpr std::size_t line_bytes = 64;
 
 // One pass over the same `length` bytes, at `offset`, of every input and every output.
-// output[r] = sum over j of coefficients[r * input_count + j] * input[j], in GF(2^8) / 0x11D.
+// output[r] = sum over j < coded_count of coefficients[r * coded_count + j] * input[j],
+// in GF(2^8) / 0x11D.
 struct Pass {
     const std::uint8_t *const *inputs;
     std::size_t input_count;  // 1 .. max_fragments
+    std::size_t coded_count;  // inputs from here on are checksummed and copied, but not coded
+    // Where each input goes as well, or nullptr: nowhere. No copies at all: nullptr.
+    std::uint8_t *const *copies;
     std::uint8_t *const *outputs;
     std::size_t output_count;  // 0 .. Engine::pass_outputs
     std::size_t offset;
     std::size_t length;
     const std::uint8_t *coefficients;
     // Each CRC32C is read as that of the bytes before this pass (0: none) and replaced by that of
-    // these bytes appended. No input_crcs (nullptr): the inputs had their turn in an earlier pass.
+    // these bytes appended. nullptr: not wanted. Those of inputs come only with those of outputs.
     std::uint32_t *input_crcs;
     std::uint32_t *output_crcs;
-    // The outputs will not be read soon and start, at `offset`, on a cache line: store them past
-    // the caches.
+    // Outputs and copies will not be read soon and start, at `offset`, on a cache line: store them
+    // past the caches.
     bool streaming;
 };
 
@@ -56,6 +67,9 @@ extern const Engine scalar_engine;
 #if ECCKPT_X86
 extern const Engine avx2_engine;
 extern const Engine gfni_engine;
+#endif
+#if ECCKPT_ARM
+extern const Engine neon_engine;
 #endif
 
 // -- dispatch.cpp ---------------------------------------------------------------------------------

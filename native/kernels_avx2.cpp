@@ -3,9 +3,10 @@
 
 #include <immintrin.h>
 
-#include "field.h"
+#include "halves.h"
 #include "hardware_crc.h"
 #include "kernels.h"
+#include "stream_groups.h"
 #include "streaming_copy.h"
 
 namespace ecckpt {
@@ -13,29 +14,6 @@ namespace {
 
 constexpr std::size_t column_bytes = 64;
 constexpr std::size_t widest = 4;  // 4 outputs x 2 sums leave 8 of 16 registers for the rest
-
-// -- tables ---------------------------------------------------------------------------------------
-
-struct Halves {
-    std::uint8_t low[16];   // c * 0x00 .. c * 0x0F
-    std::uint8_t high[16];  // c * 0x00 .. c * 0xF0
-};
-
-struct HalvesTable {
-    Halves of[256];
-};
-
-constexpr HalvesTable make_halves() {
-    HalvesTable table{};
-    for (unsigned c = 0; c < 256; ++c)
-        for (unsigned x = 0; x < 16; ++x) {
-            table.of[c].low[x] = gf_product(c, x);
-            table.of[c].high[x] = gf_product(c, x << 4);
-        }
-    return table;
-}
-
-constexpr HalvesTable halves = make_halves();
 
 // -- columns --------------------------------------------------------------------------------------
 
@@ -52,117 +30,126 @@ inline __m256i load(const std::uint8_t *bytes) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
 }
 
-template <bool streaming>
-inline void store(std::uint8_t *bytes, __m256i value) {
+inline void store(bool streaming, std::uint8_t *bytes, __m256i value) {
     if (streaming)
         _mm256_stream_si256(reinterpret_cast<__m256i *>(bytes), value);
     else
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(bytes), value);
 }
 
-// Codes the whole columns of a pass; `raw` holds the registers of the inputs, then of the outputs,
-// and `tables` the coefficients by input, then by output.
-template <int outputs, bool streaming, bool input_crcs>
-void code_columns(const Pass &pass, std::size_t length, const Halves *tables, std::uint32_t *raw) {
+// A pass, laid out for the loop over columns. Registers are those of the inputs, then of the
+// outputs; tables are the coefficients by input, then by output.
+struct Layout {
+    Stream streams[max_fragments];
+    Halves tables[max_fragments * widest];
+    std::uint32_t registers[max_fragments + widest];
+};
+
+struct Column {
+    __m256i first, second;
+};
+
+template <bool copies, bool crcs>
+inline Column take(bool streaming, const Stream &stream, std::size_t at, std::uint32_t &raw) {
+    _mm_prefetch(reinterpret_cast<const char *>(stream.ahead + at), _MM_HINT_T0);
+    if (crcs) raw = crc_bytes(raw, stream.bytes + at, column_bytes);
+    const Column x = {load(stream.bytes + at), load(stream.bytes + at + 32)};
+    if (copies && stream.copy != nullptr) {
+        store(streaming, stream.copy + at, x.first);
+        store(streaming, stream.copy + at + 32, x.second);
+    }
+    return x;
+}
+
+template <int outputs>
+inline void add_products(Column *sums, const Halves *tables, Column x) {
     const __m256i low_bits = _mm256_set1_epi8(0x0F);
-    for (std::size_t at = pass.offset; at < pass.offset + length; at += column_bytes) {
-        __m256i first[outputs ? outputs : 1], second[outputs ? outputs : 1];
-        for (int r = 0; r < outputs; ++r) first[r] = second[r] = _mm256_setzero_si256();
-        for (std::size_t j = 0; j < pass.input_count; ++j) {
-            const std::uint8_t *input = pass.inputs[j] + at;
-            _mm_prefetch(reinterpret_cast<const char *>(input + 512), _MM_HINT_T0);
-            if (input_crcs) raw[j] = crc_bytes(raw[j], input, column_bytes);
-            if (!outputs) continue;
-            const __m256i x = load(input), y = load(input + 32);
-            const __m256i x_low = _mm256_and_si256(x, low_bits);
-            const __m256i y_low = _mm256_and_si256(y, low_bits);
-            const __m256i x_high = _mm256_and_si256(_mm256_srli_epi64(x, 4), low_bits);
-            const __m256i y_high = _mm256_and_si256(_mm256_srli_epi64(y, 4), low_bits);
-            for (int r = 0; r < outputs; ++r) {
-                const Halves &table = tables[j * outputs + r];
-                first[r] = _mm256_xor_si256(first[r], times(table, x_low, x_high));
-                second[r] = _mm256_xor_si256(second[r], times(table, y_low, y_high));
-            }
-        }
-        for (int r = 0; r < outputs; ++r) {
-            store<streaming>(pass.outputs[r] + at, first[r]);
-            store<streaming>(pass.outputs[r] + at + 32, second[r]);
-            // Not read back from the output: streaming stores have left for memory.
-            alignas(32) std::uint8_t column[column_bytes];
-            store<false>(column, first[r]);
-            store<false>(column + 32, second[r]);
-            std::uint32_t &crc = raw[pass.input_count + r];
-            crc = crc_bytes(crc, column, column_bytes);
-        }
+    const __m256i first_low = _mm256_and_si256(x.first, low_bits);
+    const __m256i second_low = _mm256_and_si256(x.second, low_bits);
+    const __m256i first_high = _mm256_and_si256(_mm256_srli_epi64(x.first, 4), low_bits);
+    const __m256i second_high = _mm256_and_si256(_mm256_srli_epi64(x.second, 4), low_bits);
+    for (int r = 0; r < outputs; ++r) {
+        sums[r].first = _mm256_xor_si256(sums[r].first, times(tables[r], first_low, first_high));
+        sums[r].second =
+            _mm256_xor_si256(sums[r].second, times(tables[r], second_low, second_high));
     }
 }
 
-// Codes what is left after the last whole column, byte by byte.
-void code_rest(const Pass &pass, std::size_t done, const Halves *tables, std::uint32_t *raw) {
-    const std::size_t at = pass.offset + done, length = pass.length - done;
-    if (pass.input_crcs)
-        for (std::size_t j = 0; j < pass.input_count; ++j)
-            raw[j] = crc_bytes(raw[j], pass.inputs[j] + at, length);
-    for (std::size_t r = 0; r < pass.output_count; ++r) {
-        std::uint8_t *output = pass.outputs[r] + at;
-        for (std::size_t i = 0; i < length; ++i) {
-            unsigned sum = 0;
-            for (std::size_t j = 0; j < pass.input_count; ++j) {
-                const Halves &table = tables[j * pass.output_count + r];
-                const std::uint8_t byte = pass.inputs[j][at + i];
-                sum ^= table.low[byte & 15] ^ table.high[byte >> 4];
-            }
-            output[i] = static_cast<std::uint8_t>(sum);
+template <int outputs, bool copies, Crcs crcs>
+void code_columns(const Pass &pass, Layout &layout, std::size_t length) {
+    for (std::size_t at = pass.offset; at < pass.offset + length; at += column_bytes) {
+        Column sums[outputs ? outputs : 1];
+        for (int r = 0; r < outputs; ++r)
+            sums[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+        for (std::size_t j = 0; j < pass.input_count; ++j) {
+            const Column x = take<copies, crcs == Crcs::all>(pass.streaming, layout.streams[j], at,
+                                                                        layout.registers[j]);
+            if (j < pass.coded_count)
+                add_products<outputs>(sums, layout.tables + j * outputs, x);
         }
-        std::uint32_t &crc = raw[pass.input_count + r];
-        crc = crc_bytes(crc, output, length);
+        for (int r = 0; r < outputs; ++r) {
+            store(pass.streaming, pass.outputs[r] + at, sums[r].first);
+            store(pass.streaming, pass.outputs[r] + at + 32, sums[r].second);
+            if (crcs == Crcs::none) continue;
+            // Not read back from the output: streaming stores have left for memory.
+            alignas(32) std::uint8_t column[column_bytes];
+            store(false, column, sums[r].first);
+            store(false, column + 32, sums[r].second);
+            std::uint32_t &raw = layout.registers[pass.input_count + r];
+            raw = crc_bytes(raw, column, column_bytes);
+        }
     }
 }
 
 // -- engine ---------------------------------------------------------------------------------------
 
-using Columns = void (*)(const Pass &, std::size_t, const Halves *, std::uint32_t *);
+using Columns = void (*)(const Pass &, Layout &, std::size_t);
 
-template <bool streaming, bool input_crcs>
-Columns columns_for(std::size_t outputs) {
+template <bool copies, Crcs crcs>
+Columns by_outputs(const Pass &pass) {
     constexpr Columns choices[widest + 1] = {
-        code_columns<0, streaming, input_crcs>, code_columns<1, streaming, input_crcs>,
-        code_columns<2, streaming, input_crcs>, code_columns<3, streaming, input_crcs>,
-        code_columns<4, streaming, input_crcs>};
-    return choices[outputs];
+        code_columns<0, copies, crcs>, code_columns<1, copies, crcs>,
+        code_columns<2, copies, crcs>, code_columns<3, copies, crcs>,
+        code_columns<4, copies, crcs>};
+    return choices[pass.output_count];
+}
+
+template <bool copies>
+Columns by_crcs(const Pass &pass) {
+    if (pass.input_crcs) return by_outputs<copies, Crcs::all>(pass);
+    if (pass.output_crcs) return by_outputs<copies, Crcs::outputs>(pass);
+    return by_outputs<copies, Crcs::none>(pass);
+}
+
+Columns columns_for(const Pass &pass) {
+    return pass.copies ? by_crcs<true>(pass) : by_crcs<false>(pass);
 }
 
 void code(const Pass &pass) {
-    Halves tables[max_fragments * widest];
-    std::uint32_t raw[max_fragments + widest];
-    for (std::size_t j = 0; j < pass.input_count; ++j) {
-        raw[j] = pass.input_crcs ? ~pass.input_crcs[j] : 0;
-        for (std::size_t r = 0; r < pass.output_count; ++r)
-            tables[j * pass.output_count + r] =
-                halves.of[pass.coefficients[r * pass.input_count + j]];
-    }
-    for (std::size_t r = 0; r < pass.output_count; ++r)
-        raw[pass.input_count + r] = ~pass.output_crcs[r];
+    Layout layout;
+    point_ahead(pass, layout.streams);
+    lay_out_tables(pass, layout.tables);
+    std::uint32_t *of_outputs = layout.registers + pass.input_count;
+    for (std::size_t j = 0; pass.input_crcs && j < pass.input_count; ++j)
+        layout.registers[j] = ~pass.input_crcs[j];
+    for (std::size_t r = 0; pass.output_crcs && r < pass.output_count; ++r)
+        of_outputs[r] = ~pass.output_crcs[r];
 
     const std::size_t whole = pass.length / column_bytes * column_bytes;
-    const Columns columns = pass.input_crcs
-                                ? (pass.streaming ? columns_for<true, true>(pass.output_count)
-                                                  : columns_for<false, true>(pass.output_count))
-                                : (pass.streaming ? columns_for<true, false>(pass.output_count)
-                                                  : columns_for<false, false>(pass.output_count));
-    columns(pass, whole, tables, raw);
-    code_rest(pass, whole, tables, raw);
+    const std::size_t rest = pass.length - whole, at = pass.offset + whole;
+    columns_for(pass)(pass, layout, whole);
+    code_rest(pass, whole, layout.tables);
 
-    if (pass.input_crcs)
-        for (std::size_t j = 0; j < pass.input_count; ++j) pass.input_crcs[j] = ~raw[j];
-    for (std::size_t r = 0; r < pass.output_count; ++r)
-        pass.output_crcs[r] = ~raw[pass.input_count + r];
+    for (std::size_t j = 0; pass.input_crcs && j < pass.input_count; ++j)
+        pass.input_crcs[j] = ~crc_bytes(layout.registers[j], pass.inputs[j] + at, rest);
+    for (std::size_t r = 0; pass.output_crcs && r < pass.output_count; ++r)
+        pass.output_crcs[r] = ~crc_bytes(of_outputs[r], pass.outputs[r] + at, rest);
 }
 
 void move_line(const std::uint8_t *source, std::uint8_t *target) {
     const __m256i x = load(source), y = load(source + 32);
-    store<true>(target, x);
-    store<true>(target + 32, y);
+    store(true, target, x);
+    store(true, target + 32, y);
 }
 
 void copy(const std::uint8_t *source, std::uint8_t *target, std::size_t length) {

@@ -72,17 +72,22 @@ void code(const Pass &pass) {
         const std::size_t left = pass.length - done;
         const std::size_t length = left < tile_bytes ? left : tile_bytes;
         const std::size_t at = pass.offset + done;
-        for (std::size_t j = 0; pass.input_crcs && j < pass.input_count; ++j)
-            pass.input_crcs[j] = appended_crc(pass.input_crcs[j], pass.inputs[j] + at, length);
+        for (std::size_t j = 0; j < pass.input_count; ++j) {
+            const std::uint8_t *input = pass.inputs[j] + at;
+            if (pass.input_crcs)
+                pass.input_crcs[j] = appended_crc(pass.input_crcs[j], input, length);
+            if (pass.copies && pass.copies[j]) std::memcpy(pass.copies[j] + at, input, length);
+        }
         for (std::size_t r = 0; r < pass.output_count; ++r) {
             std::memset(sum, 0, length);
-            for (std::size_t j = 0; j < pass.input_count; ++j) {
-                const auto &row = table.of[pass.coefficients[r * pass.input_count + j]];
+            for (std::size_t j = 0; j < pass.coded_count; ++j) {
+                const auto &row = table.of[pass.coefficients[r * pass.coded_count + j]];
                 const std::uint8_t *input = pass.inputs[j] + at;
                 for (std::size_t i = 0; i < length; ++i) sum[i] ^= row[input[i]];
             }
             std::memcpy(pass.outputs[r] + at, sum, length);
-            pass.output_crcs[r] = appended_crc(pass.output_crcs[r], sum, length);
+            if (pass.output_crcs)
+                pass.output_crcs[r] = appended_crc(pass.output_crcs[r], sum, length);
         }
     }
 }

@@ -2,9 +2,11 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -46,53 +48,77 @@ std::vector<Pointer> pointers(const std::vector<Array> &arrays, std::size_t leng
     std::vector<Pointer> found;
     found.reserve(arrays.size());
     for (const Array &array : arrays) {
-        require(array.shape(0) == length, "inputs and outputs have different lengths");
+        require(array.shape(0) == length, "buffers have different lengths");
         found.push_back(array.data());
     }
     return found;
 }
 
+// One pointer per input; none at all if there is nothing to copy.
+std::vector<std::uint8_t *> copy_pointers(const std::vector<std::optional<Output>> &copies,
+                                          std::size_t input_count, std::size_t length) {
+    require(copies.empty() || copies.size() == input_count, "one copy, or None, per input");
+    std::vector<std::uint8_t *> found;
+    for (const std::optional<Output> &copy : copies) {
+        require(!copy || copy->shape(0) == length, "buffers have different lengths");
+        found.push_back(copy ? copy->data() : nullptr);
+    }
+    return found;
+}
+
+std::uint32_t *checksums(std::optional<Table> &table, std::size_t count, std::size_t rows) {
+    if (!table) return nullptr;
+    require(table->shape(0) == count && table->shape(1) == rows,
+            "a checksum table of the wrong shape");
+    return table->data();
+}
+
 void code(const std::string &engine_name, nb::bytes coefficients, const std::vector<Input> &inputs,
-          const std::vector<Output> &outputs, std::size_t block_bytes, Table input_checksums,
-          Table output_checksums) {
+          std::size_t coded_count, const std::vector<std::optional<Output>> &copies,
+          const std::vector<Output> &outputs, std::size_t block_bytes,
+          std::optional<Table> input_checksums, std::optional<Table> output_checksums,
+          std::size_t threads) {
     const ecckpt::Engine &engine = engine_named(engine_name);
     require(!inputs.empty() && inputs.size() <= ecckpt::max_fragments, "1 to 256 inputs");
+    require(coded_count >= 1 && coded_count <= inputs.size(), "coded_count is 1 to the inputs");
     require(outputs.size() <= ecckpt::max_fragments, "at most 256 outputs");
-    require(coefficients.size() == inputs.size() * outputs.size(), "outputs x inputs coefficients");
+    require(coefficients.size() == coded_count * outputs.size(), "outputs x coded coefficients");
     require(block_bytes > 0, "block_bytes is 0");
+    require(threads > 0, "threads is 0");
+    require(input_checksums.has_value() == output_checksums.has_value(), "one table without other");
     const std::size_t length = inputs[0].shape(0);
     const std::size_t rows = length / block_bytes + (length % block_bytes != 0);
-    require(input_checksums.shape(0) == inputs.size() && input_checksums.shape(1) == rows &&
-                output_checksums.shape(0) == outputs.size() && output_checksums.shape(1) == rows,
-            "a checksum table of the wrong shape");
     const auto sources = pointers<const std::uint8_t *>(inputs, length);
     const auto targets = pointers<std::uint8_t *>(outputs, length);
+    const auto copied = copy_pointers(copies, inputs.size(), length);
     const ecckpt::CodingJob job = {
         sources.data(),
         sources.size(),
+        coded_count,
+        copied.empty() ? nullptr : copied.data(),
         targets.data(),
         targets.size(),
         reinterpret_cast<const std::uint8_t *>(coefficients.c_str()),
         length,
         block_bytes,
-        input_checksums.data(),
-        output_checksums.data(),
+        checksums(input_checksums, inputs.size(), rows),
+        checksums(output_checksums, outputs.size(), rows),
+        threads,
     };
     nb::gil_scoped_release released;
     ecckpt::code_fragments(engine, job);
 }
 
-void copy_ranges(Ranges ranges, std::size_t threads) {
+void copy_ranges(const std::string &engine_name, Ranges ranges, std::size_t threads) {
+    const ecckpt::Engine &engine = engine_named(engine_name);
     static_assert(sizeof(ecckpt::Range) == 3 * sizeof(std::int64_t));
     require(threads > 0, "threads is 0");
     const auto *rows = reinterpret_cast<const ecckpt::Range *>(ranges.data());
     const std::size_t count = ranges.shape(0);
     for (std::size_t row = 0; row < count; ++row)
         require(rows[row].length >= 0, "a range of negative length");
-    const ecckpt::Engine *found[ecckpt::max_engines];
-    ecckpt::usable_engines(found);
     nb::gil_scoped_release released;
-    ecckpt::copy_ranges(*found[0], rows, count, threads);
+    ecckpt::copy_ranges(engine, rows, count, threads);
 }
 
 }  // namespace
@@ -101,7 +127,9 @@ NB_MODULE(_native, module) {
     module.doc() = "Native engines of ecckpt; use ecckpt.codec and ecckpt.copying.";
     module.def("engine_names", &engine_names);
     module.def("code", &code, nb::arg("engine"), nb::arg("coefficients"), nb::arg("inputs"),
-               nb::arg("outputs"), nb::arg("block_bytes"), nb::arg("input_checksums"),
-               nb::arg("output_checksums"));
-    module.def("copy_ranges", &copy_ranges, nb::arg("ranges"), nb::arg("threads"));
+               nb::arg("coded_count"), nb::arg("copies"), nb::arg("outputs"),
+               nb::arg("block_bytes"), nb::arg("input_checksums").none(),
+               nb::arg("output_checksums").none(), nb::arg("threads"));
+    module.def("copy_ranges", &copy_ranges, nb::arg("engine"), nb::arg("ranges"),
+               nb::arg("threads"));
 }

@@ -1,14 +1,11 @@
 """Every engine against the oracle, against zfec, and against every wrong argument."""
 
 import array
-import ctypes
 import hashlib
 import json
 import mmap
 import subprocess
 import sys
-import threading
-import time
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -16,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zfec
+from buffers import empty, guarded, marks_intact, noise, oracle_table, parts, runs_meanwhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import codec, gf256
+from ecckpt import codec, copying, gf256, native
 from ecckpt.codec import Codec, engines
 from ecckpt.errors import InvalidBuffer, InvalidCode
 
@@ -27,41 +25,6 @@ ENGINES = engines()
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "codec.json").read_text())
 
 every_engine = pytest.mark.parametrize("engine", ENGINES)
-
-
-def noise(length, seed=1):
-    """Return deterministic bytes that do not depend on the version of any library."""
-    stream = hashlib.shake_128(f"ecckpt {seed}".encode()).digest(length)
-    return np.frombuffer(stream, np.uint8)
-
-
-def parts(k, length, seed=1):
-    return list(noise(k * length, seed).reshape(k, length))
-
-
-def empty(count, length, offset=0):
-    """Return writable buffers that start `offset` bytes after a multiple of 64, between marks."""
-    made = []
-    for _ in range(count):
-        room = np.full(length + offset + 192, 0xAA, np.uint8)
-        start = -room.ctypes.data % 64 + 64 + offset
-        made.append(room[start : start + length])
-    return made
-
-
-def marks_intact(view):
-    room = view.base
-    start = view.ctypes.data - room.ctypes.data
-    return bool((room[:start] == 0xAA).all() and (room[start + view.size :] == 0xAA).all())
-
-
-def oracle_table(fragments, block_bytes):
-    rows = [
-        [gf256.crc32c(bytes(f[at : at + block_bytes])) for at in range(0, len(f), block_bytes)]
-        for f in fragments
-    ]
-    return np.array(rows, np.uint32)
-
 
 # -- same bytes as the oracle and zfec ------------------------------------------------------------
 
@@ -232,21 +195,6 @@ def test_golden(engine, name):
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def guarded(count, length, *, at_end):
-    """Return buffers that touch a page which nobody may read or write."""
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    page, room = mmap.PAGESIZE, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
-    buffers = []
-    for _ in range(count):
-        memory = np.frombuffer(mmap.mmap(-1, room + 2 * page), np.uint8)
-        for guard in (0, page + room):
-            assert protect(memory.ctypes.data + guard, page, 0) == 0
-        start = page + room - length if at_end else page
-        buffers.append(memory[start : start + length])
-    return buffers
-
-
 @every_engine
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("m", [1, 4, 9])
@@ -258,32 +206,6 @@ def test_nothing_outside_the_buffers_is_touched(engine, at_end, m):
             view[:] = content
         table = coder.encode(fragments[:2], fragments[2:], 4096)
         assert coder.verify(dict(enumerate(fragments)), table, 4096) == []
-
-
-def runs_meanwhile(target, work):
-    """Whether another thread sees the target half-written while `work` fills it with ones."""
-    seen, done = threading.Event(), threading.Event()
-
-    def watch():
-        while not done.is_set():
-            if target[0] and not target[-1]:
-                seen.set()
-            time.sleep(0)
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=watch)
-    sys.setswitchinterval(60)  # from here on a thread gets the GIL only when another drops it
-    try:
-        thread.start()
-        deadline = time.monotonic() + 20
-        while not seen.is_set() and time.monotonic() < deadline:
-            target[:] = 0
-            work()
-    finally:
-        sys.setswitchinterval(interval)
-        done.set()
-        thread.join()
-    return seen.is_set()
 
 
 @every_engine
@@ -310,17 +232,41 @@ def test_engine_names():
     coder = Codec(2, 1, engine="zfec")
     assert (coder.k, coder.m, coder.n) == (2, 1, 3)
     assert repr(coder) == "Codec(2, 1, engine='zfec')"
-    for name in ("neon", "", "GFNI"):
+    for name in ("sse", "", "GFNI"):
         with pytest.raises(InvalidCode, match=f"'{name}' is not usable here .*zfec"):
             Codec(2, 1, engine=name)
 
 
-@pytest.mark.skipif(not codec.HAVE_NATIVE, reason="no native module")
+@pytest.mark.skipif(not copying.HAVE_NATIVE, reason="no native module")
 def test_engine_that_this_cpu_lacks(monkeypatch):
-    monkeypatch.setattr(codec._native, "engine_names", lambda: ["scalar"])
+    monkeypatch.setattr(native._native, "engine_names", lambda: ["scalar"])
     assert Codec(2, 1).engine == "scalar"
     with pytest.raises(InvalidCode, match=r"'avx2' is not usable here .*scalar, zfec"):
         Codec(2, 1, engine="avx2")
+
+
+@pytest.fixture
+def indifferent():
+    """Afterwards, "auto" is the best engine again."""
+    yield
+    native.prefer("auto")
+
+
+@pytest.mark.usefixtures("indifferent")
+def test_what_a_process_prefers():
+    before = Codec(2, 1)
+    for name in ENGINES:
+        native.prefer(name)
+        assert Codec(2, 1).engine == name
+        assert Codec(2, 1, engine="zfec").engine == "zfec"
+        target = bytearray(5 << 20)
+        copying.copy_bytes(b"x" * len(target), target)
+        assert target == b"x" * len(target)
+    with pytest.raises(InvalidCode, match="'sse' is not usable here"):
+        native.prefer("sse")
+    assert Codec(2, 1).engine == ENGINES[-1]
+    native.prefer("auto")
+    assert Codec(2, 1).engine == before.engine == ENGINES[0]
 
 
 def strided():
@@ -380,8 +326,8 @@ def test_a_short_target_inside_a_long_source_is_found():
     source, target, inner = memory[:900], memory[100:200], memory[850:950]
     for targets in ([("t", target)], [("t", inner)], [("x", memory[950:]), ("t", target)]):
         with pytest.raises(InvalidBuffer, match=r"t and s overlap by|s and t overlap by"):
-            codec.check_disjoint([("s", source), ("z", memory[10:20])], targets)
-    codec.check_disjoint([("s", source), ("e", memory[950:950])], [("t", memory[900:])])
+            copying.check_disjoint([("s", source), ("z", memory[10:20])], targets)
+    copying.check_disjoint([("s", source), ("e", memory[950:950])], [("t", memory[900:])])
 
 
 @every_engine

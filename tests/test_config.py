@@ -16,7 +16,7 @@ GOOD = {
     "save_timeout_s": 60.0,
     "restore_timeout_s": 60.0,
 }
-VARIABLES = ["ROOT", "NODE", "DOMAIN", "LISTEN", "TOKEN_FILE"]
+VARIABLES = ["ROOT", "NODE", "DOMAIN", "LISTEN", "TOKEN_FILE", "ENGINE"]
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +75,12 @@ def test_defaults():
 
 
 def test_the_environment(monkeypatch):
-    values = ["/mnt/fast", "n7", "rack-2", "10.0.0.7:7420", "/etc/token"]
+    values = ["/mnt/fast", "n7", "rack-2", "10.0.0.7:7420", "/etc/token", "scalar"]
     for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.setenv(f"ECCKPT_{name}", value)
     config = NodeConfig.from_environment()
     assert config == NodeConfig(
-        Path("/mnt/fast"), "n7", "rack-2", "10.0.0.7:7420", Path("/etc/token")
+        Path("/mnt/fast"), "n7", "rack-2", "10.0.0.7:7420", Path("/etc/token"), "scalar"
     )
 
 

@@ -1,14 +1,11 @@
 """Copies of every size and alignment, with the native module and without it."""
 
-import ctypes
 import mmap
-import sys
-import threading
-import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from buffers import guarded, runs_meanwhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,48 +58,14 @@ def test_copy_bytes_of_other_buffers(native):
 
 
 def test_nothing_outside_the_buffers_is_touched():
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    page, room = mmap.PAGESIZE, 5 << 20
-    guarded = []
-    for _ in range(2):
-        memory = np.frombuffer(mmap.mmap(-1, room + 2 * page), np.uint8)
-        for guard in (0, page + room):
-            assert protect(memory.ctypes.data + guard, page, 0) == 0
-        guarded.append(memory[page : page + room])
-    source, target = guarded
+    room = 5 << 20
+    source, target = guarded(2, room, at_end=False)
     source[:] = noise(room)
     for cut in (0, 1, 63, 64, 200):
         for piece in (slice(cut, None), slice(0, room - cut)):
             target[:] = 0
             copy_bytes(source[piece], target[piece])
             assert np.array_equal(source[piece], target[piece])
-
-
-def runs_meanwhile(target, work):
-    """Whether another thread sees the target half-written while `work` fills it with ones."""
-    seen, done = threading.Event(), threading.Event()
-
-    def watch():
-        while not done.is_set():
-            if target[0] and not target[-1]:
-                seen.set()
-            time.sleep(0)
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=watch)
-    sys.setswitchinterval(60)  # from here on a thread gets the GIL only when another drops it
-    try:
-        thread.start()
-        deadline = time.monotonic() + 20
-        while not seen.is_set() and time.monotonic() < deadline:
-            target[:] = 0
-            work()
-    finally:
-        sys.setswitchinterval(interval)
-        done.set()
-        thread.join()
-    return seen.is_set()
 
 
 @pytest.mark.skipif(not copying.HAVE_NATIVE, reason="no native module")

@@ -61,6 +61,7 @@ def test_the_hint_is_part_of_the_text(error):
     [
         (errors.InvalidCode("x"), ValueError),
         (errors.InvalidMessage("x"), ValueError),
+        (errors.InvalidFolder("x"), ValueError),
         (errors.TooFewNodes(have=1, need=2, code="x"), ValueError),
         (errors.WrongOrder("x"), RuntimeError),
         (errors.AgentUnreachable("a", "b"), ConnectionError),

@@ -151,7 +151,12 @@ def test_extension_codes_in_the_document():
     section = DOCUMENT.split("| code | meaning | payload |")[1].split("\n\n")[0]
     columns = re.findall(r"^\| ([\d, ]+) \|", section, re.M)
     listed = [int(code) for column in columns for code in column.split(",")]
-    assert listed == list(range(values.OBJECT + 1))
+    assert listed == list(range(values.REGISTERED + 1))
+
+
+def test_factories_in_the_document():
+    line = DOCUMENT.split("\nFactories: ")[1].split("\n")[0]
+    assert re.findall(r"`(\w+)`", line) == list(values.FACTORIES)
 
 
 # -- the reader in the document -------------------------------------------------------------------

@@ -6,6 +6,7 @@ the shard to load from those of another number of ranks or another mesh.
 
 from ecckpt.state.load import check, load
 from ecckpt.state.plan import ShardPlan, plan_shard
+from ecckpt.state.registry import register
 from ecckpt.state.reshape import Place, is_relaid, reshape
 from ecckpt.state.rng import RngState
 from ecckpt.state.saved import SavedShard
@@ -24,5 +25,6 @@ __all__ = [
     "load",
     "plan_shard",
     "read_shard",
+    "register",
     "reshape",
 ]

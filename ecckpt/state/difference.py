@@ -6,13 +6,16 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from ecckpt.state.encoding import Encoder
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.rng import RngState
 from ecckpt.state.saved import SavedShard
 from ecckpt.state.shard import Shard
-from ecckpt.state.stored import CONTAINERS, StoredObject, StoredTensor
-from ecckpt.state.values import Encoder, pack
+from ecckpt.state.stored import CONTAINERS, StoredObject, StoredTensor, StoredValue
+from ecckpt.state.values import pack
 
+# What a deque and a defaultdict are beside their contents.
+_OPTIONS = ("maxlen", "default_factory")
 _RNG_KIND = f"{RngState.__module__}.{RngState.__name__}"
 
 
@@ -41,6 +44,13 @@ def differences(one: SavedShard, one_values: Shard, other: SavedShard) -> list[s
     return comparison.found + [tensors[name] for name in one.differing(other, tensors)]
 
 
+def _comparable(value: Any) -> Any:
+    """Equal for a key or member only if type and value are: 1 is not True."""
+    if type(value) in (tuple, frozenset, set):
+        return type(value), type(value)(map(_comparable, value))
+    return type(value), value
+
+
 class _Comparison:
     """Goes down two trees together; ``tensors`` are names still to be compared, with paths."""
 
@@ -60,18 +70,23 @@ class _Comparison:
                 self.node(mine.state, theirs.state, path)
         elif type(mine) in CONTAINERS:
             self._container(mine, theirs, path)
+        elif type(mine) is StoredValue or type(mine) in (set, frozenset):
+            if _comparable(mine) != _comparable(theirs):
+                self.found.append(describe(path))
         elif pack(Encoder().encode(mine, path)) != pack(Encoder().encode(theirs, path)):
             self.found.append(describe(path))
 
     def _container(self, mine: Any, theirs: Any, path: Path) -> None:
-        if len(mine) != len(theirs):
+        if len(mine) != len(theirs) or any(
+            getattr(mine, option, None) != getattr(theirs, option, None) for option in _OPTIONS
+        ):
             self.found.append(describe(path))
             return
         if not isinstance(mine, dict):
             for index, pair in enumerate(zip(mine, theirs, strict=True)):
                 self.node(*pair, (*path, index))
             return
-        keys = [[(type(key), key) for key in node] for node in (mine, theirs)]
+        keys = [list(map(_comparable, node)) for node in (mine, theirs)]
         in_order = type(mine) is OrderedDict
         if keys[0] != keys[1] if in_order else set(keys[0]) != set(keys[1]):
             self.found.append(describe(path))

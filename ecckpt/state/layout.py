@@ -88,26 +88,31 @@ def render_header(entries: str, *, data_bytes: int, values_bytes: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_header_length(buffer: memoryview) -> int:
-    """Length of the JSON that follows the first 8 bytes of the shard that fills ``buffer``."""
-    if len(buffer) < 8:
-        raise CorruptFragment(f"a shard of {len(buffer)} bytes has no header")
-    header_bytes = int.from_bytes(buffer[:8], "little")
-    if header_bytes > min(HEADER_BYTES_MAX, len(buffer) - 8):
-        raise CorruptFragment(f"a header of {header_bytes} bytes in {len(buffer)} bytes of shard")
-    return header_bytes
+def header_bytes(prefix: memoryview, shard_bytes: int) -> int:
+    """Length of a shard's header, from the shard's first 8 bytes; its data begins there.
+
+    ``CorruptFragment`` if a shard of that many bytes cannot have such a header.
+    """
+    if len(prefix) < 8:
+        raise CorruptFragment(f"a shard of {len(prefix)} bytes has no header")
+    text_bytes = int.from_bytes(prefix[:8], "little")
+    if text_bytes > min(HEADER_BYTES_MAX, shard_bytes - 8):
+        raise CorruptFragment(f"a header of {text_bytes} bytes in {shard_bytes} bytes of shard")
+    if (8 + text_bytes) % _ALIGN_BYTES:
+        raise CorruptFragment(f"a header of {text_bytes} bytes misaligns the data behind it")
+    return 8 + text_bytes
 
 
-def parse_header(buffer: memoryview) -> Header:
+def parse_header(buffer: memoryview, shard_bytes: int | None = None) -> Header:
     """The header of the shard that fills ``buffer``; ``CorruptFragment`` if it cannot be one.
 
+    With ``shard_bytes``, the length of the shard, ``buffer`` need be no more than its header.
     Allocates no more than the header's own length asks for, which is checked first.
     """
-    header_bytes = parse_header_length(buffer)
-    if (8 + header_bytes) % _ALIGN_BYTES:
-        raise CorruptFragment(f"a header of {header_bytes} bytes misaligns the data behind it")
+    shard_bytes = len(buffer) if shard_bytes is None else shard_bytes
+    data_start = header_bytes(buffer, min(shard_bytes, len(buffer)))
     try:
-        fields = json.loads(bytes(buffer[8 : 8 + header_bytes]), object_pairs_hook=_no_duplicates)
+        fields = json.loads(bytes(buffer[8:data_start]), object_pairs_hook=_no_duplicates)
         if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
         metadata = fields.pop("__metadata__", {})
@@ -117,10 +122,10 @@ def parse_header(buffer: memoryview) -> Header:
             (_entry(name, entry) for name, entry in fields.items()),
             key=lambda entry: (entry.begin, entry.end),
         )
-        _check_places(entries, len(buffer) - 8 - header_bytes)
+        _check_places(entries, shard_bytes - data_start)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptFragment(f"the header of a shard cannot be read: {error}") from error
-    return Header(tuple(entries), metadata, 8 + header_bytes)
+    return Header(tuple(entries), metadata, data_start)
 
 
 def _entry(name: str, fields: Any) -> Entry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.modules import fit_module
 from ecckpt.state.optimizers import fit_optimizer, is_optimizer_state
 from ecckpt.state.paths import Path, describe
+from ecckpt.state.refill import refilled
+from ecckpt.state.resolving import resolve
 from ecckpt.state.rng import RngState
 from ecckpt.state.shard import Shard
 from ecckpt.state.stored import (
@@ -42,7 +43,8 @@ def check(state: dict[Any, Any], shard: Shard) -> None:
 def load(state: dict[Any, Any], shard: Shard) -> None:
     """Restore ``shard`` into ``state``, in place.
 
-    Tensors are filled, dicts and lists of values get new contents, objects are given their state;
+    Tensors are filled, containers of values and arrays get new contents, objects are given their
+    state;
     whatever could refuse is checked before the first change (``StateMismatch``). Nothing restored
     refers to the shard's buffer. An object whose own ``load_state_dict`` raises leaves the state
     half restored, and its error is passed on.
@@ -62,7 +64,8 @@ def _fit(state: dict[Any, Any], shard: Shard, *, with_data: bool = True) -> Fit:
     check_root(state)
     fit = Fit()
     try:
-        _Walk(fit, shard.seed, with_data=with_data).node(state, shard.tree(), (), lambda _: None)
+        tree = resolve(shard.tree(), fit.problem)
+        _Walk(fit, shard.seed, with_data=with_data).node(state, tree, (), lambda _: None)
     except UnsupportedState as error:
         fit.problems.append(str(error))
     return fit
@@ -90,7 +93,7 @@ class _Walk:
             else:
                 fit.problem(path, f"{stored_name(stored)} saved, {kind_name(live)} here")
         else:
-            fit.later(Phase.TREE, lambda: put(_replaced(live, stored)))
+            fit.later(Phase.TREE, lambda: put(refilled(live, stored)))
 
     def _container(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         if isinstance(live, dict):
@@ -101,7 +104,7 @@ class _Walk:
             return
         if not self._fit.count(len(live), len(stored), "items", path):
             return
-        items = live if isinstance(live, list) else list(live)
+        items = list(live) if isinstance(live, tuple) else live
         for index, item in enumerate(items):
             self.node(item, stored[index], (*path, index), _setter(items, index))
         if isinstance(live, tuple):
@@ -161,28 +164,6 @@ def _setter(container: Any, key: Any) -> Put:
 def _tuple_of(items: list[Any], live: tuple[Any, ...]) -> tuple[Any, ...]:
     same = all(new is old for new, old in zip(items, live, strict=True))
     return live if same else tuple(items)
-
-
-def _replaced(live: Any, stored: Any) -> Any:
-    """``stored``, in the containers of ``live`` where they are of the same kind."""
-    if type(live) is not type(stored):
-        return stored
-    if type(live) in (dict, OrderedDict):
-        contents = [
-            (key, _replaced(live[key], value) if key in live else value)
-            for key, value in stored.items()
-        ]
-        live.clear()
-        live.update(contents)
-        return live
-    if type(live) is list:
-        kept = len(live)
-        live[:] = [
-            _replaced(live[index], value) if index < kept else value
-            for index, value in enumerate(stored)
-        ]
-        return live
-    return stored
 
 
 def _find(template: Any, path: Path) -> torch.Tensor | None:

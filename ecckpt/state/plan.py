@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import msgpack
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
@@ -22,26 +26,31 @@ from ecckpt.state.layout import (
 from ecckpt.state.metadata import Notes
 from ecckpt.state.paths import Path, tensor_names
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import Part, is_raw, memory_key, part_of, share_of
+from ecckpt.state.tensors import Parts
 from ecckpt.state.tree import flatten
 
 
-class _Slot(NamedTuple):
-    """What decides a tensor's place; ``owner`` indexes the tensor it is tied to, or itself."""
+class _Columns(NamedTuple):
+    """What decides the places of the tensors, by index; ``owners`` gives what each is tied to.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owner: int
-    sharding: Sharding | None
+    Columns, because a call or an object for each of 20,000 tensors would show in every save.
+    """
+
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    owners: list[int]
+    shardings: dict[int, Sharding]
 
 
 class _Layout(NamedTuple):
     """The part of a plan that outlives it: places and names, no tensors."""
 
     paths: tuple[Path, ...]
-    slots: list[_Slot]
-    names: list[str]
-    entries: dict[int, Entry]  # by index of the owner
+    columns: _Columns
+    names: bytes  # packed
+    owned: NDArray[np.int64]  # indices of the tensors that are stored
+    entries: list[Entry]  # of those
+    places: NDArray[np.int64]  # of those: begin and bytes
     header: str
     data_bytes: int
 
@@ -53,11 +62,9 @@ class ShardPlan:
     ``previous`` for the next plan.
     """
 
-    def __init__(
-        self, layout: _Layout, parts: list[Part], values: bytes, shardings: Shardings
-    ) -> None:
+    def __init__(self, layout: _Layout, parts: Parts, values: bytes, shardings: Shardings) -> None:
         self._layout = layout
-        self._parts: list[Part] | None = parts
+        self._parts: Parts | None = parts
         self._values = values
         self._shardings = shardings
         self._header = render_header(
@@ -91,33 +98,31 @@ class ShardPlan:
 
     def _write_tensors(self, data: memoryview, threads: int) -> None:
         assert self._parts is not None
-        address = np.frombuffer(data, np.uint8).ctypes.data
-        rows: list[tuple[int, int, int]] = []
-        for index, entry in self._layout.entries.items():
-            local = self._parts[index].local
-            if entry.begin == entry.end:
-                continue
-            if is_raw(local):
-                rows.append((local.data_ptr(), address + entry.begin, entry.end - entry.begin))
-            else:
-                _write_tensor(data, entry, local)
-        if rows:
-            copy_many(np.array(rows, np.int64), threads=threads)
+        layout = self._layout
+        raw = np.array(self._parts.raw, bool)[layout.owned]
+        sources = np.array(self._parts.addresses, np.int64)[layout.owned]
+        begins, sizes = layout.places.T
+        for index in np.flatnonzero(~raw & (sizes > 0)):
+            local = self._parts.locals[layout.owned[index]]
+            _write_tensor(data, layout.entries[index], local)
+        targets = begins + np.frombuffer(data, np.uint8).ctypes.data
+        rows = np.column_stack((sources, targets, sizes))[raw & (sizes > 0)]
+        if len(rows):
+            copy_many(rows, threads=threads)
 
     @classmethod
     def of(cls, state: dict[Any, Any], previous: Self | None) -> Self:
         """See ``plan_shard``."""
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
-        parts = [
-            share_of(part_of(tensor, path, shardings))
-            for tensor, path in zip(flat.tensors, flat.paths, strict=True)
-        ]
-        slots = _slots(parts)
+        parts = Parts.of(flat.tensors, flat.paths, shardings)
+        columns = _Columns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
         layout = previous._layout if previous else None
-        if layout is None or layout.paths != flat.paths or layout.slots != slots:
-            layout = _arrange(flat.paths, slots)
-        return cls(layout, parts, msgpack.packb([layout.names, flat.tree]), shardings)
+        if layout is None or layout.paths != flat.paths or layout.columns != columns:
+            layout = _arrange(flat.paths, columns)
+        # An array of two, of which the first is packed already.
+        values = b"\x92" + layout.names + msgpack.packb(flat.tree)
+        return cls(layout, parts, values, shardings)
 
 
 def plan_shard(state: dict[Any, Any], *, previous: ShardPlan | None = None) -> ShardPlan:
@@ -128,50 +133,61 @@ def plan_shard(state: dict[Any, Any], *, previous: ShardPlan | None = None) -> S
     header if they are still the same; it is never needed for correctness. Raises
     ``UnsupportedState``, with the path, for what cannot be stored, before anything is written.
     """
-    return ShardPlan.of(state, previous)
+    with _collector_paused():
+        return ShardPlan.of(state, previous)
 
 
-def _slots(parts: list[Part]) -> list[_Slot]:
-    owners: dict[Any, int] = {}
-    slots = []
-    for index, part in enumerate(parts):
-        key = memory_key(part)
-        owner = index if key is None else owners.setdefault(key, index)
-        slots.append(_Slot(part.local.dtype, tuple(part.local.shape), owner, part.sharding))
-    return slots
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A few tuples per tensor are enough for Python to go through all objects of the program.
+
+    With 20,000 tensors that takes longer than the plan; none of the tuples is garbage.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _arrange(paths: tuple[Path, ...], slots: list[_Slot]) -> _Layout:
+def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
     try:
         names = tensor_names(paths)
     except ValueError as error:
         raise UnsupportedState("state", str(error), hint="rename one of their keys") from error
-    owners = [index for index, slot in enumerate(slots) if slot.owner == index]
+    owned = [index for index, owner in enumerate(columns.owners) if owner == index]
     described = []
     dtypes: dict[str, str] = {}
-    for index in owners:
-        dtype, shape, _, _ = slots[index]
+    for index in owned:
+        dtype, shape = columns.dtypes[index], tuple(columns.shapes[index])
         align_bytes = dtype.itemsize
         if dtype in BYTES_NAMES:
             dtypes[names[index]] = BYTES_NAMES[dtype]
             shape, dtype = (*shape, align_bytes), torch.uint8
         described.append((names[index], CODE_OF[dtype], shape, align_bytes))
-    shardings = {names[i]: part for i in owners if (part := slots[i].sharding) is not None}
+    shardings = {
+        names[index]: columns.shardings[index] for index in owned if index in columns.shardings
+    }
     entries = arrange(described, shardings)
     notes = Notes(
         dtypes=dtypes,
         aliases={
-            names[index]: names[slot.owner]
-            for index, slot in enumerate(slots)
-            if slot.owner != index
+            names[index]: names[owner]
+            for index, owner in enumerate(columns.owners)
+            if owner != index
         },
         shardings=shardings,
     )
+    places = [(entry.begin, entry.end - entry.begin) for entry in entries]
     return _Layout(
         paths=paths,
-        slots=slots,
-        names=names,
-        entries=dict(zip(owners, entries, strict=True)),
+        columns=columns,
+        names=msgpack.packb(names),
+        owned=np.array(owned, np.int64),
+        entries=entries,
+        places=np.array(places, np.int64).reshape(-1, 2),
         header=render_entries(entries, notes.render()),
         data_bytes=max((entry.end for entry in entries), default=0),
     )

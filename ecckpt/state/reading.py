@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from ecckpt.errors import CorruptFragment
 from ecckpt.state import values
-from ecckpt.state.stored import CONTAINERS, StoredObject
+from ecckpt.state.stored import CONTAINERS, StoredObject, StoredValue, dict_like
 from ecckpt.state.values import DEPTH_MAX, PLAIN
 
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}[A-Za-z\u03bc]{1,8}\])?")
@@ -26,6 +26,8 @@ MALFORMED = (ValueError, TypeError, OverflowError, LookupError, RuntimeError, Me
 
 def decode(data: bytes, leaf: Callable[[int], Any]) -> Any:
     """The tree that ``pack(Encoder(...).encode(...))`` made, with new containers and arrays.
+
+    Instances of registered classes are ``StoredValue``s: no code of the user runs in here.
 
     ``leaf(index)`` gives the tensor of that index (``LookupError``: there is none). Raises
     ``CorruptFragment`` for anything that the encoder cannot have written.
@@ -56,6 +58,8 @@ class _Decoder:
             return self._leaf(int.from_bytes(data, "big"))
         if code in _RAW:
             return _RAW[code](data)
+        if code == values.REGISTERED:
+            return _registered(self.unpack(data), data)
         if code in _PACKED:
             return _PACKED[code](self.unpack(data))
         raise ValueError(f"unknown extension {code}")
@@ -108,9 +112,38 @@ def _check_nodes(tree: Any) -> None:
 def _children(node: Any) -> Iterable[Any]:
     if type(node) is StoredObject:
         return (node.state,)
+    if type(node) is StoredValue:
+        return (node.payload,)
     if type(node) not in CONTAINERS:
         return ()
     return node.values() if isinstance(node, dict) else node
+
+
+def _default(items: list[Any]) -> defaultdict[Any, Any]:
+    name, *pairs = items
+    factory = None if name is None else values.FACTORIES[name]
+    return defaultdict(factory, _pairs(pairs))
+
+
+def _deque(parts: list[Any]) -> deque[Any]:
+    maxlen, items = parts
+    if type(items) is not list or (maxlen is not None and len(items) > maxlen):
+        raise ValueError("a deque longer than it may be")
+    return deque(items, maxlen)
+
+
+def _path(parts: list[Any]) -> Any:
+    kind, text = parts
+    if type(text) is not str:
+        raise TypeError("a path that is no text")
+    return values.PATHS[kind](text)
+
+
+def _registered(parts: list[Any], packed: bytes) -> StoredValue:
+    name, payload = parts
+    if type(name) is not str:
+        raise TypeError("a value without the name of its class")
+    return StoredValue(name, payload, packed)
 
 
 def _object(parts: list[Any]) -> StoredObject:
@@ -123,6 +156,7 @@ def _object(parts: list[Any]) -> StoredObject:
 _RAW: dict[int, Callable[[bytes], Any]] = {
     values.BIG_INT: lambda data: int.from_bytes(data, "big", signed=True),
     values.COMPLEX: lambda data: complex(*struct.unpack(">dd", data)),
+    values.BYTEARRAY: bytearray,
     values.DTYPE: _dtype,
     values.DEVICE: lambda data: torch.device(data.decode()),
 }
@@ -130,10 +164,14 @@ _PACKED: dict[int, Callable[[Any], Any]] = {
     values.TUPLE: tuple,
     values.PAIRS: lambda items: dict(_pairs(items)),
     values.ORDERED: lambda items: OrderedDict(_pairs(items)),
+    values.DEFAULT: _default,
+    values.COUNTER: lambda items: dict_like(Counter(), _pairs(items)),
+    values.DEQUE: _deque,
     values.SET: set,
     values.FROZENSET: frozenset,
     values.ARRAY: _array,
     values.SCALAR: _scalar,
     values.SIZE: torch.Size,
+    values.PATH: _path,
     values.OBJECT: _object,
 }

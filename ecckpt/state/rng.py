@@ -22,6 +22,9 @@ class RngState:
     ``generators`` are the training's own (a sampler's, an augmentation's). ``cuda=False`` leaves
     the CUDA generators out of what is saved and of what is restored, for jobs that may restart with
     another number of visible devices.
+
+    A restore sets the generators last. What the program does between that and its first step may
+    draw again (making a data loader's iterator does); ``rewind`` undoes it.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class RngState:
     ) -> None:
         self._generators = dict(generators or {})
         self._cuda = cuda
+        self._restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Every generator's state, by part."""
@@ -68,6 +72,16 @@ class RngState:
             torch.cuda.set_rng_state_all(state["cuda"])
         for name, generator in self._generators.items():
             _set_generator(generator, state["generators"][name])
+        self._restored = state
+
+    def rewind(self) -> None:
+        """Set every generator again as it was last restored; does nothing if none was.
+
+        Once, after the iterators of the data loaders are made and before the first step.
+        """
+        if self._restored is not None:
+            self.load_state_dict(self._restored)
+            self._restored = None
 
     def reseed(self, seed: bytes) -> None:
         """Seed every generator, each from its own digest of ``seed``.

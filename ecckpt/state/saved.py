@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ecckpt.state.boxes import Common, byte_runs
-from ecckpt.state.layout import parse_header_length
+from ecckpt.state.layout import header_bytes
 from ecckpt.state.shard import Shard, read_index, read_values
 from ecckpt.state.sharding import Sharding
 from ecckpt.state.tensors import same_bytes
@@ -57,7 +57,7 @@ class SavedShard:
         self._reader = reader
         size_bytes = len(reader.data)
         self._bring([(0, min(8, size_bytes))])
-        self._bring([(0, 8 + parse_header_length(reader.data))])
+        self._bring([(0, header_bytes(reader.data[:8], size_bytes))])
         self._index = read_index(reader.data)
         self._runs: dict[str, list[tuple[Common, torch.Tensor]]] = defaultdict(list)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from ecckpt.errors import CorruptFragment
 from ecckpt.state.dtypes import BYTES_DTYPES, DTYPE_OF
-from ecckpt.state.layout import Entry, parse_header
+from ecckpt.state.layout import Entry, Header, parse_header
 from ecckpt.state.metadata import Notes, parse_notes
 from ecckpt.state.paths import VALUES_NAME
 from ecckpt.state.reading import MALFORMED, decode
@@ -59,6 +60,7 @@ class Index:
     tensors: dict[str, torch.Tensor]
     places: Mapping[str, tuple[int, int]]
     values: tuple[int, int]
+    blob: Entry
 
 
 def read_shard(buffer: memoryview) -> Shard:
@@ -78,29 +80,48 @@ def read_index(buffer: memoryview) -> Index:
     if not header.entries or header.entries[-1].name != VALUES_NAME:
         raise CorruptFragment("a shard without values at its end")
     *entries, blob = header.entries
-    if blob.code != "U8":
-        raise CorruptFragment("the values of a shard cannot be read: they are no bytes")
     start = header.data_start
     return Index(
         notes,
         _views(buffer, start, entries, notes),
         {entry.name: (start + entry.begin, start + entry.end) for entry in entries},
         (start + blob.begin, start + blob.end),
+        blob,
     )
 
 
 def read_values(index: Index, buffer: memoryview) -> Shard:
     """The second half of ``read_shard``: needs the values in ``buffer``."""
-    names, tree = _unpack(bytes(memoryview(buffer).cast("B")[slice(*index.values)]))
+    values = bytes(memoryview(buffer).cast("B")[slice(*index.values)])
+    names, tree = _unpack(values, index.blob)
     shard = _shard(dict(index.tensors), index.notes, names, tree)
     shard.tree()  # a malformed tree is found now, not when half of a job has restored
     return shard
 
 
-def _unpack(values: bytes) -> tuple[tuple[str, ...], bytes]:
+def outline(header: Header, notes: Notes, values: bytes) -> Shard:
+    """A shard of which only the header and the values were read: its tensors are meta tensors."""
+    *entries, blob = header.entries
+    names, tree = _unpack(values, blob)
+    tensors = {}
+    for entry in entries:
+        bytes_name = notes.dtypes.get(entry.name)
+        dtype = BYTES_DTYPES[bytes_name] if bytes_name else DTYPE_OF[entry.code]
+        shape = entry.shape[:-1] if bytes_name else entry.shape
+        tensors[entry.name] = meta_tensor(shape, dtype)
+    return _shard(tensors, notes, names, tree)
+
+
+def meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values. By way of bytes: torch warns of some dtypes when it makes them."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.empty(size_bytes, dtype=torch.uint8, device="meta").view(dtype).view(shape)
+
+
+def _unpack(values: bytes, blob: Entry) -> tuple[tuple[str, ...], bytes]:
     try:
         names, tree = msgpack.unpackb(values)
-        if type(tree) is not bytes or type(names) is not list:
+        if blob.code != "U8" or type(tree) is not bytes or type(names) is not list:
             raise TypeError("its parts have other types")
     except (*MALFORMED, msgpack.UnpackException) as error:
         raise CorruptFragment(f"the values of a shard cannot be read: {error}") from error

@@ -1,10 +1,10 @@
-"""The nodes of a saved tree that are no values: tensors, and the states of objects."""
+"""The nodes of a saved tree that are more than data: tensors, objects, members of user classes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from ecckpt.state.paths import Path
 from ecckpt.state.sharding import Sharding, is_dtensor, rebuild_dtensor
 from ecckpt.state.values import kind_name
 
-CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+# What may hold tensors and objects, in saved and in live trees.
+CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, tuple, deque})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,18 @@ class StoredObject:
 
     kind: str
     state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """An instance of a registered class: the name it was stored under, and plain values.
+
+    Compared by ``packed``, both of them as they were read: it may be a key before it is made.
+    """
+
+    kind: str = field(compare=False)
+    payload: Any = field(compare=False)
+    packed: bytes
 
 
 def is_stored(node: Any) -> bool:
@@ -53,9 +66,25 @@ def replace_tensors(node: Any, make: Callable[[StoredTensor, Path], Any], path: 
         return node
     if isinstance(node, dict):
         pairs = ((key, replace_tensors(each, make, (*path, key))) for key, each in node.items())
-        return type(node)(pairs)
+        return dict_like(node, pairs)
     items = (replace_tensors(each, make, (*path, index)) for index, each in enumerate(node))
-    return type(node)(items)
+    return items_like(node, items)
+
+
+def dict_like(node: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A new dict of the kind of ``node`` that holds ``pairs``."""
+    if type(node) is Counter:  # its constructor would count the pairs
+        counter: Counter[Any] = Counter()
+        dict.update(counter, pairs)
+        return counter
+    if type(node) is defaultdict:
+        return defaultdict(node.default_factory, pairs)
+    return type(node)(pairs)
+
+
+def items_like(node: Any, items: Iterable[Any]) -> Any:
+    """A new list, tuple or deque of the kind of ``node`` that holds ``items``."""
+    return deque(items, node.maxlen) if type(node) is deque else type(node)(items)
 
 
 def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None) -> torch.Tensor:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import msgpack
 import torch
 
 from ecckpt.errors import UnsupportedState
+from ecckpt.state.encoding import Encoder
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.stored import CONTAINERS
 from ecckpt.state.values import (
     DEPTH_MAX,
     OBJECT,
     TENSOR,
-    Encoder,
     extension,
     kind_name,
     pack,
@@ -74,12 +75,17 @@ def flatten(state: dict[Any, Any]) -> Flat:
     check_root(state)
     leaves = _Leaves()
     try:
-        tree = pack(Encoder(leaves.add).encode(state, ()))
+        tree = pack(Encoder(leaves.add, leaves.add_all).encode(state, ()))
     except (ValueError, OverflowError) as error:  # msgpack's 32-bit lengths
         raise UnsupportedState(
             "state", f"values this large ({error})", hint="keep large data in tensors"
         ) from error
     return Flat(tuple(leaves.paths), tuple(leaves.tensors), tree)
+
+
+@cache  # states have the same number of tensors at every save, perhaps tens of thousands
+def _reference(index: int) -> msgpack.ExtType:
+    return msgpack.ExtType(TENSOR, index.to_bytes(4, "big"))
 
 
 class _Leaves:
@@ -92,14 +98,20 @@ class _Leaves:
         if isinstance(value, torch.Tensor):
             self.paths.append(path)
             self.tensors.append(value)
-            return msgpack.ExtType(TENSOR, (len(self.paths) - 1).to_bytes(4, "big"))
+            return _reference(len(self.paths) - 1)
         # An object inside the state_dict() of another has nothing to be loaded into later.
         if self._in_object or not is_stateful(value):
             refuse(value, path)
         self._in_object = True
-        encoded = Encoder(self.add).encode(value.state_dict(), path)
+        encoded = Encoder(self.add, self.add_all).encode(value.state_dict(), path)
         self._in_object = False
         return extension(OBJECT, [kind_name(value), encoded])
+
+    def add_all(self, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
+        first = len(self.paths)
+        self.paths += [(*path, key) for key in tensors]
+        self.tensors += tensors.values()
+        return dict(zip(tensors, map(_reference, range(first, len(self.paths))), strict=True))
 
 
 def holds(node: Any, wanted: Callable[[Any], bool], path: Path = ()) -> bool:

@@ -1,0 +1,78 @@
+"""Memory to measure on, and ratios of cases that take turns."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+HUGE_PAGE_BYTES = 2 << 20
+SLOW_ROUNDS = 3
+
+
+def reused_memory(count: int) -> np.ndarray:
+    """Return `count` noisy bytes on huge pages, all of them touched.
+
+    Fresh pages would cost several times what is measured; so does the store keep its memory.
+    """
+    room = mmap.mmap(-1, count + 2 * HUGE_PAGE_BYTES)
+    room.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(room, np.uint8)
+    view = whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:count]
+    noise = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
+    for at in range(0, count, noise.size):
+        view[at : at + noise.size] = np.roll(noise, at >> 10)[: count - at]
+    return view
+
+
+@dataclass
+class Case:
+    """Something to run, and how long it took each time. Slow ones run in the first rounds only."""
+
+    run: Callable[[], object]
+    slow: bool = False
+    seconds: list[float] = field(default_factory=list)
+
+
+def take_turns(cases: dict[str, Case], rounds: int, clock: Callable[[], float]) -> None:
+    """Run all cases once per round, so that a change of the machine's mood meets all of them."""
+    for turn in range(rounds):
+        for case in cases.values():
+            if case.slow and turn >= SLOW_ROUNDS:
+                continue
+            start = clock()
+            case.run()
+            case.seconds.append(clock() - start)
+
+
+def others_cpus(run: Callable[[], None]) -> float:
+    """Run something; return how many CPUs' worth of time other processes took meanwhile."""
+
+    def busy_s() -> float:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+    busy_before_s, start_s = busy_s(), time.perf_counter()
+    run()
+    return (busy_s() - busy_before_s) / (time.perf_counter() - start_s)
+
+
+def ratio(case: Case, base: Case) -> float:
+    """Return how much faster than the base a case was: the median over the rounds."""
+    pairs = zip(base.seconds, case.seconds, strict=False)
+    return statistics.median(base_s / case_s for base_s, case_s in pairs)
+
+
+def median_s(case: Case) -> float:
+    """Return the median time of a case."""
+    return statistics.median(case.seconds)
+
+
+cpu_clock = time.thread_time
+wall_clock = time.perf_counter

@@ -1,0 +1,139 @@
+"""A folder of weights as Hugging Face's tools lay it out, and what must be true of one.
+
+    model-00001-of-00002.safetensors, ...   tensors; or model.safetensors alone
+    model.safetensors.index.json            which tensor is in which file; not with one file alone
+    ecckpt-manifest.json                    length and SHA-256 of these files; ours, optional
+
+The index decides: a file that it names and that is not there is an error, and so is one that only
+looks as if it belonged to it (what an earlier export left).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ecckpt.errors import InvalidFolder, VersionMismatch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MANIFEST = "ecckpt-manifest.json"
+MANIFEST_FORMAT = 1
+# What metadata says besides the names of tied tensors.
+METADATA_KEYS = frozenset({"format", "total_size", "total_parameters"})
+
+_LIMIT_BYTES = 256 << 20
+_SHARD = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a folder says it has: file -> names of tensors, and tied names -> stored ones.
+
+    ``files`` has no names for a file alone: it lists them itself, and its own aliases.
+    """
+
+    files: Mapping[str, tuple[str, ...]]
+    aliases: Mapping[str, str]
+
+
+def read_listing(folder: Path) -> Listing:
+    """What ``folder`` has, checked: no file is missing, none is left over, none has changed.
+
+    The tensors are not looked at. Raises ``InvalidFolder``, and ``VersionMismatch`` for a manifest
+    of another format.
+    """
+    if not folder.is_dir():
+        raise InvalidFolder(f"{folder} is no folder")
+    if (folder / INDEX).exists():
+        listing = _index(folder / INDEX)
+    elif (folder / SINGLE).exists():
+        listing = Listing({SINGLE: ()}, {})
+    else:
+        raise InvalidFolder(f"{folder} has neither {INDEX} nor {SINGLE}")
+    missing = [file for file in listing.files if not (folder / file).is_file()]
+    if missing:
+        raise InvalidFolder(f"{folder}: {_some(missing)} named in the index, but not there")
+    present = {path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)}
+    extra = sorted(present - listing.files.keys())
+    if extra:
+        raise InvalidFolder(
+            f"{folder}: {_some(extra)} there, but not named in the index",
+            hint="left by another export? remove what does not belong to this one",
+        )
+    if (folder / MANIFEST).exists():
+        _check_manifest(folder, listing)
+    return listing
+
+
+def aliases_in(metadata: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, str]:
+    """The tied names that metadata tells: name left out -> name of the tensor that is there."""
+    return {
+        alias: name
+        for alias, name in metadata.items()
+        if alias not in METADATA_KEYS and alias not in names and name in names
+    }
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _index(path: Path) -> Listing:
+    fields = _json(path)
+    places, metadata = fields.get("weight_map"), fields.get("metadata", {})
+    if not isinstance(places, dict) or not places or not isinstance(metadata, dict):
+        raise InvalidFolder(f"{path} has no weight_map")
+    files: dict[str, list[str]] = {}
+    for name, file in places.items():
+        if type(file) is not str or Path(file).name != file:  # nothing outside of the folder
+            raise InvalidFolder(f"{path}: {file!r:.80} is no name of a file")
+        files.setdefault(file, []).append(name)
+    texts = {key: value for key, value in metadata.items() if type(value) is str}
+    return Listing({file: tuple(names) for file, names in files.items()}, aliases_in(texts, places))
+
+
+def _check_manifest(folder: Path, listing: Listing) -> None:
+    path = folder / MANIFEST
+    fields = _json(path)
+    version, files = fields.get("format"), fields.get("files")
+    if type(version) is not int or not isinstance(files, dict):
+        raise InvalidFolder(f"{path} is no manifest")
+    if version != MANIFEST_FORMAT:
+        raise VersionMismatch(str(path), found=version, known=MANIFEST_FORMAT)
+    unknown = sorted(listing.files.keys() - files.keys())
+    if unknown:
+        raise InvalidFolder(f"{path} does not have {_some(unknown)}")
+    for file, facts in files.items():
+        part = folder / file
+        if Path(file).name != file or not part.is_file():
+            raise InvalidFolder(f"{path} names {file!r:.80}, which is not there")
+        if not isinstance(facts, dict) or part.stat().st_size != facts.get("bytes"):
+            raise InvalidFolder(f"{part} has {part.stat().st_size} bytes, others in {MANIFEST}")
+        if digest(part) != facts.get("sha256"):
+            raise InvalidFolder(f"{part} was changed: its SHA-256 is not that in {MANIFEST}")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LIMIT_BYTES:
+            raise ValueError(f"more than {_LIMIT_BYTES} bytes")
+        fields = json.loads(path.read_bytes())
+        if not isinstance(fields, dict):
+            raise TypeError("no JSON object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise InvalidFolder(f"{path} cannot be read: {error}") from error
+    return fields
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    verb = "are" if len(names) > 1 else "is"
+    return f"{', '.join(names[:4])}{more} {verb}"
