@@ -34,8 +34,9 @@ from ecckpt.state.catalogue import Piece, Whole, catalogue
 from ecckpt.state.layout import Header, header_bytes, parse_header
 from ecckpt.state.metadata import Notes, parse_notes
 from ecckpt.state.paths import VALUES_NAME
+from ecckpt.state.resolving import resolve
 from ecckpt.state.shard import outline
-from ecckpt.state.stored import CONTAINERS, StoredObject, StoredTensor
+from ecckpt.state.stored import CONTAINERS, StoredObject, StoredTensor, dict_like, items_like
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ class Opened(Mapping[str, torch.Tensor]):
     def values_of(self, rank: int) -> dict[Any, Any]:
         """What that rank saved, as a tree: values as they were, and meta tensors for its tensors.
 
-        An object comes as what its ``state_dict()`` returned.
+        An object comes as what its ``state_dict()`` returned, an instance of a class that is not
+        registered here as a ``StoredValue``.
         """
         return self._tree(rank, lambda stored: stored.data)
 
@@ -137,7 +139,8 @@ class Opened(Mapping[str, torch.Tensor]):
         blob = header.entries[-1]
         values = bytearray(blob.end - blob.begin)
         self._readers[rank].read(header.data_start + blob.begin, memoryview(values))
-        tree: dict[Any, Any] = _plain(outline(header, notes, bytes(values)).tree(), place)
+        saved = resolve(outline(header, notes, bytes(values)).tree(), lambda path, text: None)
+        tree: dict[Any, Any] = _plain(saved, place)
         return tree
 
     def _whole(self, name: str) -> Whole:
@@ -297,5 +300,5 @@ def _plain(node: Any, place: Callable[[StoredTensor], Any]) -> Any:
     if type(node) not in CONTAINERS:
         return node
     if isinstance(node, dict):
-        return type(node)((key, _plain(each, place)) for key, each in node.items())
-    return type(node)(_plain(each, place) for each in node)
+        return dict_like(node, ((key, _plain(each, place)) for key, each in node.items()))
+    return items_like(node, (_plain(each, place) for each in node))

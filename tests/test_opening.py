@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
 
 import pytest
@@ -81,6 +82,21 @@ def test_every_dtype_and_shape_comes_back(cluster):
         assert found.shape(f"model.{name}") == tuple(tensor.shape)
         assert found.dtype(f"model.{name}") == tensor.dtype
     assert found.slice("model.nothing")[0:1].shape == (1, 0, 4)
+
+
+def test_containers_of_every_kind_are_in_the_tree(cluster):
+    tree = {
+        "last": deque([1, (2, random(2))], maxlen=5),
+        "seen": Counter(a=2),
+        "lists": defaultdict(list, x=[1]),
+        "order": OrderedDict(b=1, a={3: random(1)}),
+    }
+    store(cluster, [shard_bytes(tree)], run="tree")
+    found = opened(cluster, "tree").tree_of(0, lambda name: name)
+    assert found["last"] == deque([1, (2, "last.1.1")])
+    assert (found["last"].maxlen, found["seen"]) == (5, Counter(a=2))
+    assert (found["lists"].default_factory, found["lists"]["x"]) == (list, [1])
+    assert list(found["order"].items()) == [("b", 1), ("a", {3: "order.a.3"})]
 
 
 def test_tied_tensors_have_both_names(cluster):

@@ -23,9 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ecckpt.errors import EcckptError, InvalidConfig, StateMismatch, UnsupportedState
 from ecckpt.folders import finished_folder, require_unused
 from ecckpt.opening import Opened
+from ecckpt.state.encoding import Encoder
 from ecckpt.state.shard import meta_tensor
+from ecckpt.state.stored import StoredValue
 from ecckpt.state.tree import holds
-from ecckpt.state.values import Encoder, pack
+from ecckpt.state.values import pack
+
+_WAY = "export from a program that registers it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,8 @@ def _flatten(opened: Opened, prefix: str) -> _Flat:
 def _add(flat: _Flat, fqn: str, value: Any, name: str | None, rank: int) -> None:
     if name is None and holds(value, lambda node: isinstance(node, torch.Tensor)):
         raise UnsupportedState(fqn, "tensors in a tuple", hint="use a list or a dict")
+    if holds(value, lambda node: type(node) is StoredValue):
+        raise UnsupportedState(fqn, "an instance of a class that is not registered here", hint=_WAY)
     if fqn not in flat.state:
         flat.state[fqn] = value
         if name is not None:
