@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,10 @@ class Sharding:
     def share(self, local_shape: tuple[int, ...]) -> tuple[int, int, int] | None:
         """The share of this part that its rank stores: dimension, start and length; None: all.
 
-        Replicas have equal shares, up to one row: of the first dimension, or, if it has fewer rows
-        than there are replicas, of the longest. So each byte is stored once, every rank knows its
-        own without asking, and no rank's share depends on what else the others' states hold.
+        Replicas have equal shares, up to one row: of the first dimension, or, if the global tensor
+        has fewer rows than the mesh has ranks, of the longest. So each byte is stored once, every
+        rank knows its own without asking, and no rank's share depends on what else the others'
+        states hold.
         """
         if self.coordinate is None or 0 in local_shape or not local_shape:
             return None
@@ -66,9 +68,12 @@ class Sharding:
                 replicas, number = replicas * ranks, number * ranks + at
         if replicas == 1:
             return None
-        rows = local_shape[0] if local_shape[0] >= replicas else max(local_shape)
+        # Chosen by the global shape: all parts are cut along the same dimension, and form a grid.
+        few = self.shape[0] < math.prod(self.mesh_shape)
+        dim = self.shape.index(max(self.shape)) if few else 0
+        rows = local_shape[dim]
         start, end = rows * number // replicas, rows * (number + 1) // replicas
-        return local_shape.index(rows), start, end - start
+        return dim, start, end - start
 
     def __str__(self) -> str:
         placements = ", ".join(self.placements)
