@@ -276,6 +276,12 @@ class Checkpointer:
         every rank has its shard in memory, proven, and checked against the state. ``step``
         restores that step instead of the newest.
 
+        Any number of ranks may restore, on any mesh and with any placements: DTensors are cut anew,
+        plain tensors are made of them and they of plain tensors. On another number of ranks than
+        saved, what was the same on all of them is handed to every rank, ``RngState`` is seeded anew
+        (see ``Restored.reseeded``), and anything else that differed between ranks is a
+        ``StateMismatch``. Nodes without ranks must be named in ``agents=`` to be read from.
+
         Raises:
             NothingToRestore: traces of the run were found but none of its generations can be
                 rebuilt, or there were none and ``resume="required"``.

@@ -7,6 +7,9 @@ plan -> an order for each rank  ------>  bring the shard home, prove every block
                                          check it against the state, change nothing
 all fine?                       <------  outcome
 go, or refuse this generation   ------>  load, or wait for the next order
+
+Where another number of ranks saved, or a rank finds its DTensors cut in another way, the order
+names all shards instead, and every rank makes its own from them (resharding.py).
 """
 
 from __future__ import annotations
@@ -25,18 +28,30 @@ from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateM
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
 from ecckpt.placement import Placement, plan_repair
-from ecckpt.recovery import Inventory, RecoveryPlan, ShardReport, plan_recovery
+from ecckpt.reading import Peers, ShardSources
+from ecckpt.recovery import (
+    GenerationReport,
+    Inventory,
+    RecoveryPlan,
+    ShardReport,
+    plan_recovery,
+)
 from ecckpt.rendezvous import Meeting
+from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
 from ecckpt.slots import Slots
-from ecckpt.state import Shard, check, load, read_shard
+from ecckpt.state import Shard, check, is_relaid, load, read_shard
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one rank shall do: bring this shard home from these sources; None: nothing is left."""
+    """What one rank shall do: bring this shard home from these sources; None: nothing is left.
+
+    With ``shards``, make one from these instead; ``header`` is then this rank's own of them, or,
+    if another number of ranks saved, the first.
+    """
 
     timeline: int
     header: Header | None
@@ -45,14 +60,30 @@ class Order:
     repair: tuple[wire.Target, ...]
     margin: int
     rejected: Mapping[str, str]
+    shards: tuple[ShardSources, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How it went: ok, bad (the bytes cannot be had or proven) or mismatch (they do not fit)."""
+    """How it went.
+
+    ok, bad (the bytes cannot be had or proven), mismatch (they do not fit) or relaid (they do, but
+    for DTensors that are cut in another way here).
+    """
 
     kind: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """A shard that is here, proven, and what that cost."""
+
+    shard: Shard
+    source: str
+    pulled_bytes: int = 0
+    rebuilt_fragments: int = 0
+    reseeded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +93,9 @@ class Restored:
     ``source`` is "home" (this node's own memory) or "peers"; ``pulled_bytes`` came over the
     network and ``rebuilt_fragments`` were computed. ``margin`` is how many more nodes could have
     been lost. ``rejected`` maps newer generations to why they were passed over. ``reprotection``
-    is the handle of re-making the fragments that were lost, in the background.
+    is the handle of re-making the fragments that were lost, in the background. ``saved_by`` is how
+    many ranks had saved; if others restore, ``reseeded`` are the paths of the ``RngState`` that
+    were seeded anew.
     """
 
     step: int
@@ -75,6 +108,8 @@ class Restored:
     margin: int
     rejected: Mapping[str, str]
     reprotection: SaveHandle
+    saved_by: int
+    reseeded: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +145,7 @@ class Restorer:
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
         self._refused: dict[Generation, str] = {}
+        self._relaid: set[Generation] = set()
         self._silent: dict[str, str] = {}
         self._timeline = 0
 
@@ -132,11 +168,11 @@ class Restorer:
                         hint="to start from scratch, give the run another name",
                     )
                 return order, None
-            shard, outcome, fetched = self._prepare(order, state)
+            brought, outcome = self._prepare(order, state)
             if self._verdict(attempt, order.header.shard.generation, outcome):
-                assert shard is not None
-                load(state, shard)
-                return order, self._restored(order, fetched, started_s)
+                assert brought is not None
+                load(state, brought.shard)
+                return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
     # -- rank 0 -----------------------------------------------------------------------------------
@@ -188,16 +224,15 @@ class Restorer:
         if plan.chosen is None:
             rejected |= plan.ruins
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
-            nothing = Order(self._timeline, None, False, (), (), -1, rejected)
+            nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
             return [nothing] * world_size
         if plan.chosen.world_size != world_size:
-            raise StateMismatch(
-                [
-                    f"generation {plan.chosen.generation} was saved by {plan.chosen.world_size} "
-                    f"ranks and {world_size} restore it: another world size is not supported yet"
-                ]
-            )
-        return [self._order_for(shard, rejected) for shard in plan.chosen.shards]
+            return [self._order_to_reshape(plan.chosen, rejected)] * world_size
+        orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
+        if plan.chosen.generation in self._relaid:
+            shards = _sources_of(plan.chosen)
+            orders = [replace(order, shards=shards) for order in orders]
+        return orders
 
     def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
         assert shard.header is not None
@@ -227,27 +262,53 @@ class Restorer:
             tuple(targets),
             shard.margin,
             rejected,
+            (),
         )
+
+    def _order_to_reshape(self, chosen: GenerationReport, rejected: Mapping[str, str]) -> Order:
+        shards = _sources_of(chosen)
+        header, margin = shards[0].header, chosen.margin
+        return Order(self._timeline, header, False, (), (), margin, rejected, shards)
 
     # -- every rank -------------------------------------------------------------------------------
 
-    def _prepare(
-        self, order: Order, state: dict[str, Any]
-    ) -> tuple[Shard | None, _Outcome, wire.Fetched | None]:
-        assert order.header is not None
-        fetched: wire.Fetched | None = None
+    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Brought | None, _Outcome]:
+        rank = self._meeting.rank
+        brought = None
         try:
-            payload = self._from_home(order) if order.local else None
-            if payload is None:
-                fetched = self._fetch(order)
-                payload = self._proven(fetched.slot)
-            shard = read_shard(payload[: order.header.shard_bytes])
-            check(state, shard)
+            brought = self._bring_shard(order, state)
+            check(state, brought.shard)
         except StateMismatch as error:
-            return None, _Outcome("mismatch", f"rank {self._meeting.rank}: {error}"), fetched
+            relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
+            return None, _Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
         except (EcckptError, OSError) as error:
-            return None, _Outcome("bad", f"rank {self._meeting.rank}: {error}"), fetched
-        return shard, _Outcome("ok", ""), fetched
+            return None, _Outcome("bad", f"rank {rank}: {error}")
+        return brought, _Outcome("ok", "")
+
+    def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
+        assert order.header is not None
+        if order.shards:
+            return self._reshape(order, state)
+        shard_bytes = order.header.shard_bytes
+        payload = self._from_home(order) if order.local else None
+        if payload is not None:
+            return _Brought(read_shard(payload[:shard_bytes]), "home")
+        fetched = self._fetch(order)
+        shard = read_shard(self._proven(fetched.slot)[:shard_bytes])
+        return _Brought(shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments)
+
+    def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
+        rank, ranks = self._meeting.rank, self._meeting.world_size
+        peers = Peers(
+            clients=self._peers,
+            near=self._cluster.home.node,
+            spread=rank,
+            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
+        )
+        made = reshape_from(order.shards, peers, state, rank=rank, ranks=ranks)
+        return _Brought(
+            made.shard, "peers", made.pulled_bytes, made.rebuilt_fragments, made.reseeded
+        )
 
     def _from_home(self, order: Order) -> memoryview | None:
         """The local home copy if every block of it proves right, else None: peers will have it."""
@@ -296,31 +357,52 @@ class Restorer:
             if mismatches:
                 raise StateMismatch(mismatches)
             bad = [each.text for each in outcomes if each.kind == "bad"]
+            relaid = any(each.kind == "relaid" for each in outcomes)
+            if relaid:
+                self._relaid.add(generation)
             if bad:
                 self._refused[generation] = "; ".join(bad[:4])
                 _log.warning("generation %s refused: %s", generation, self._refused[generation])
-            else:
+            elif not relaid:
                 self._each_peer(
                     lambda peer: peer.fence(self._cluster.run, self._timeline, generation)
                 )
-            return [b"" if bad else b"go"] * len(payloads)
+            return [b"" if bad or relaid else b"go"] * len(payloads)
 
         tag = f"{self._tag}/{attempt}/verdict"
         answer = self._meeting.decide(tag, wire.pack(outcome), lead, timeout_s=self._timeout_s)
         return answer == b"go"
 
-    def _restored(self, order: Order, fetched: wire.Fetched | None, started_s: float) -> Restored:
+    def _restored(self, order: Order, brought: _Brought, started_s: float) -> Restored:
         assert order.header is not None
         generation = order.header.shard.generation
+        if brought.reseeded:
+            _log.warning(
+                "rank %d of %d: %d ranks had saved; seeded anew: %s",
+                self._meeting.rank,
+                self._meeting.world_size,
+                order.header.world_size,
+                ", ".join(brought.reseeded),
+            )
         return Restored(
             step=generation.step,
             timeline=order.timeline,
             generation=generation,
-            source="home" if fetched is None else "peers",
+            source=brought.source,
             seconds=time.monotonic() - started_s,
-            pulled_bytes=fetched.pulled_bytes if fetched else 0,
-            rebuilt_fragments=fetched.rebuilt_fragments if fetched else 0,
+            pulled_bytes=brought.pulled_bytes,
+            rebuilt_fragments=brought.rebuilt_fragments,
             margin=order.margin,
             rejected=order.rejected,
             reprotection=SaveHandle(generation, generation.step),
+            saved_by=order.header.world_size,
+            reseeded=brought.reseeded,
         )
+
+
+def _sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
+    return tuple(
+        ShardSources(shard.header.at(HOME), shard.homes, shard.fragments)
+        for shard in chosen.shards
+        if shard.header is not None  # of a chosen generation, every shard has one
+    )

@@ -151,16 +151,18 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank(cluster6: LocalCl
     assert all(same_state(blank[rank], expected[rank]) for rank in (0, 1, 3, 4, 5))
 
 
-def test_another_world_size_is_refused_by_name(cluster6: LocalCluster) -> None:
+def test_what_ranks_had_for_themselves_fits_no_other_world_size(cluster6: LocalCluster) -> None:
     states = states_for(6, seed=8)
     with World(cluster6, code=(3, 2)) as world:
         world.restore(states)
         assert all(handle.wait(30) for handle in world.save(1, states))
     with (
         World(cluster6, ranks=4, agents=cluster6.addresses(), code=(3, 2)) as world,
-        pytest.raises(StateMismatch, match="saved by 6 ranks and 4 restore it"),
+        pytest.raises(StateMismatch, match=r"rank 5 of the 6 that saved; 4 restore") as caught,
     ):
         world.restore(states_for(4, seed=0))
+    assert "progress.rank: not the same on rank 0" in str(caught.value)
+    assert "weights: not the same on rank 0" in str(caught.value)
 
 
 def test_memory_is_recycled_and_stays_bounded(cluster1: LocalCluster) -> None:

@@ -6,9 +6,8 @@ good, wherever they come from, so fragments that are partly damaged still help.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from ecckpt import wire
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.protect import data_views, parity_region_bytes, parity_views
 from ecckpt.agent.shelf import Shelf
+from ecckpt.blocks import like_rows, span_of, spans
 from ecckpt.client import peer_client
 from ecckpt.codec import Codec
 from ecckpt.errors import CorruptFragment, EcckptError, TooFewFragments
@@ -155,8 +155,8 @@ def _pull_fragment(gathering: _Gathering, index: int, token: str) -> None:
     address = gathering.untried[index].pop(0)
     client = peer_client(address, token)
     try:
-        for rows in _spans(~gathering.good[index]):
-            span = slice(header.block(rows.start).start, header.block(rows.stop - 1).stop)
+        for rows in spans(~gathering.good[index]):
+            span = span_of(header, rows)
             target = gathering.views[index][span]
             timeout_s = max(0.001, gathering.deadline_s - time.monotonic())
             client.pull_fragment(
@@ -177,7 +177,7 @@ def _pull_fragment(gathering: _Gathering, index: int, token: str) -> None:
 
 def _prove(gathering: _Gathering, index: int, rows: slice) -> None:
     header = gathering.header
-    span = slice(header.block(rows.start).start, header.block(rows.stop - 1).stop)
+    span = span_of(header, rows)
     view = gathering.views[index][span]
     codec = Codec(header.k, header.m)
     bad = codec.verify({index: view}, gathering.table[:, rows], header.block_bytes)
@@ -190,11 +190,11 @@ def _rebuild(gathering: _Gathering) -> int:
     """Compute every data block that is not proven; returns how many fragments that touched."""
     header, good = gathering.header, gathering.good
     touched: set[int] = set()
-    for rows in _like_rows(good):
+    for rows in like_rows(good):
         missing = [index for index in range(header.k) if not good[index, rows.start]]
         if not missing:
             continue
-        span = slice(header.block(rows.start).start, header.block(rows.stop - 1).stop)
+        span = span_of(header, rows)
         present = [index for index in range(header.n) if good[index, rows.start]]
         sums = Codec(header.k, header.m).rebuild(
             _cut(gathering.views, present, span),
@@ -209,18 +209,3 @@ def _rebuild(gathering: _Gathering) -> int:
 
 def _cut(views: list[memoryview], indices: list[int], span: slice) -> Mapping[int, memoryview]:
     return {index: views[index][span] for index in indices}
-
-
-def _spans(wanted: np.ndarray) -> Iterator[slice]:
-    """Runs of True in a row of bools, as slices."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False]))))
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        yield slice(int(start), int(stop))
-
-
-def _like_rows(good: np.ndarray) -> Iterator[slice]:
-    """Runs of neighbouring rows that have the same blocks."""
-    changes = np.flatnonzero((good[:, 1:] != good[:, :-1]).any(axis=0)) + 1
-    edges = [0, *changes.tolist(), good.shape[1]]
-    for start, stop in itertools.pairwise(edges):
-        yield slice(start, stop)

@@ -17,7 +17,6 @@ from ecckpt.state.sharding import Shardings, is_dtensor
 from ecckpt.state.stored import StoredTensor, fresh_tensor, replace_tensors, stored_name
 from ecckpt.state.tensors import collapse, fill, memory_key, part_of, same_bytes
 
-_NO_RESHARDING = "resharding is not supported yet"
 Find = Callable[[StoredTensor, Path], torch.Tensor | None]
 
 
@@ -31,10 +30,14 @@ class Phase(IntEnum):
 
 
 class Fit:
-    """The problems found and the steps prepared, while a live state is walked."""
+    """The problems found and the steps prepared, while a live state is walked.
+
+    ``likes`` are the live tensors that saved ones go into, or are made like, by the latter's name.
+    """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.likes: dict[str, torch.Tensor] = {}
         self.shardings = Shardings()
         self._steps: list[tuple[Phase, Callable[[], object]]] = []
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
@@ -79,6 +82,7 @@ class Fit:
         if not isinstance(stored, StoredTensor):
             self.problem(path, f"a tensor here, {stored_name(stored)} saved")
             return
+        self.likes[stored.name] = live
         try:
             part = part_of(live, path, self.shardings)
         except UnsupportedState as error:
@@ -102,7 +106,7 @@ class Fit:
             self.problem(
                 path,
                 f"saved as {stored.sharding or 'a whole tensor'}, "
-                f"here {sharding or 'a whole tensor'}: {_NO_RESHARDING}",
+                f"here {sharding or 'a whole tensor'}",
             )
         elif local.shape != stored.data.shape:
             self.problem(
@@ -120,8 +124,14 @@ class Fit:
         """
 
         def check(stored: StoredTensor, at: Path) -> None:
+            like = find(stored, at)
+            if like is not None:
+                self.likes[stored.name] = like
             if stored.sharding is not None:
-                self._same_mesh(find(stored, at), stored, at)
+                self._same_mesh(like, stored, at)
+            elif is_dtensor(like):
+                here = self.shardings.of(like)  # type: ignore[arg-type]
+                self.problem(at, f"saved as a whole tensor, here {here}")
 
         def make(stored: StoredTensor, at: Path) -> torch.Tensor:
             return fresh_tensor(stored, find(stored, at))
@@ -135,12 +145,12 @@ class Fit:
             return
         here, saved = self.shardings.of(like), stored.sharding  # type: ignore[arg-type]
         assert saved is not None
-        if (here.mesh_shape, here.coordinate, here.placements) != (
+        if saved.held or (here.mesh_shape, here.coordinate, here.placements) != (
             saved.mesh_shape,
             saved.coordinate,
             saved.placements,
         ):
-            self.problem(path, f"saved as {saved}, here {here}: {_NO_RESHARDING}")
+            self.problem(path, f"saved as {saved}, here {here}")
 
     def _fillable(self, local: torch.Tensor, stored: StoredTensor, path: Path) -> bool:
         """An expanded tensor has one element for many: they must all be the same."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,23 @@ class Header:
     data_start: int
 
 
-def arrange(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> list[Entry]:
+def arrange(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], parts: Collection[str] = ()
+) -> list[Entry]:
     """Entries for (name, dtype code, shape, alignment), in the order given.
 
-    Their places go by alignment, the widest first, and then by name, as in safetensors.
+    Their places go by alignment, the widest first, and then by name, as in safetensors. Only that
+    those among ``parts`` (of global tensors) come before the others: whoever reads shards of
+    another world size wants the small whole ones of many shards, and finds them side by side.
     """
     entries: dict[int, Entry] = {}
     offset = 0
-    order = sorted(range(len(tensors)), key=lambda index: (-tensors[index][3], tensors[index][0]))
+
+    def place(index: int) -> tuple[int, bool, str]:
+        name, _, _, align_bytes = tensors[index]
+        return -align_bytes, name not in parts, name
+
+    order = sorted(range(len(tensors)), key=place)
     for index in order:
         name, code, shape, _ = tensors[index]
         end = offset + math.prod(shape) * _ITEM_BYTES[code]

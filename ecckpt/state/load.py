@@ -13,7 +13,7 @@ from ecckpt.errors import UnsupportedState
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.modules import fit_module
 from ecckpt.state.optimizers import fit_optimizer, is_optimizer_state
-from ecckpt.state.paths import Path
+from ecckpt.state.paths import Path, describe
 from ecckpt.state.refill import refilled
 from ecckpt.state.resolving import resolve
 from ecckpt.state.rng import RngState
@@ -52,12 +52,20 @@ def load(state: dict[Any, Any], shard: Shard) -> None:
     _fit(state, shard).run()
 
 
-def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
+def survey(state: dict[Any, Any], shard: Shard) -> dict[str, torch.Tensor]:
+    """Which live tensor each saved one would go into, or be made like, as far as they match.
+
+    Of the tensors only their form counts: their data need not be there.
+    """
+    return _fit(state, shard, with_data=False).likes
+
+
+def _fit(state: dict[Any, Any], shard: Shard, *, with_data: bool = True) -> Fit:
     check_root(state)
     fit = Fit()
     try:
         tree = resolve(shard.tree(), fit.problem)
-        _Walk(fit).node(state, tree, (), lambda _: None)
+        _Walk(fit, shard.seed, with_data=with_data).node(state, tree, (), lambda _: None)
     except UnsupportedState as error:
         fit.problems.append(str(error))
     return fit
@@ -66,8 +74,10 @@ def _fit(state: dict[Any, Any], shard: Shard) -> Fit:
 class _Walk:
     """Goes down a live and a saved tree together; ``put`` replaces a value in its container."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: Fit, seed: bytes, *, with_data: bool) -> None:
         self._fit = fit
+        self._seed = seed
+        self._with_data = with_data
 
     def node(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         fit = self._fit
@@ -115,6 +125,10 @@ class _Walk:
 
         Only where DTensors were saved: nothing else tells their mesh.
         """
+        if isinstance(live, RngState) and self._seed:
+            seed = self._seed + describe(path).encode(errors="surrogatepass")
+            self._fit.later(Phase.RNG, lambda: live.reseed(seed))
+            return
         sharded = holds(stored, _is_sharded)
         template = live.state_dict() if sharded else None
 
@@ -123,7 +137,7 @@ class _Walk:
 
         rebuild = self._fit.rebuild(stored, find, path)
         check_state_dict = getattr(live, "check_state_dict", None)
-        if callable(check_state_dict):
+        if callable(check_state_dict) and self._with_data:
             # Copies, because views may be misaligned: torch crashes on a generator's state that is.
             copies = replace_tensors(stored, lambda tensor, _: tensor.data.clone())
             for problem in check_state_dict(copies):

@@ -66,6 +66,9 @@ def _text(value: Any) -> str:
 
 def _sharding(fields: Any) -> Sharding:
     coordinate, offset = fields["coordinate"], fields["offset"]
+    held = fields.get("held")
+    if held is not None and len(held) != 3:
+        raise TypeError("a share is dimension, start and length")
     return Sharding(
         shape=_sizes(fields["shape"]),
         stride=_sizes(fields["stride"]),
@@ -73,6 +76,7 @@ def _sharding(fields: Any) -> Sharding:
         mesh_shape=_sizes(fields["mesh_shape"]),
         coordinate=None if coordinate is None else _sizes(coordinate),
         offset=None if offset is None else _sizes(offset),
+        held=None if held is None else (*_sizes(held),),  # type: ignore[arg-type]
     )
 
 

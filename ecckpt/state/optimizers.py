@@ -13,6 +13,7 @@ from ecckpt.state.paths import Path
 from ecckpt.state.sharding import is_dtensor
 from ecckpt.state.stored import StoredTensor, fresh_tensor
 from ecckpt.state.tensors import part_of
+from ecckpt.state.tree import holds
 
 # Saved parameter numbers, and the live parameters they stand for.
 Params = dict[Any, torch.Tensor]
@@ -59,9 +60,15 @@ def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit:
         elif number in params and isinstance(entry, dict):
             _fit_entry(optimizer.state.get(params[number], {}), entry, at, fit)
 
+    was_whole = not holds(stored["state"], _is_part)
+
     def find(tensor: StoredTensor, at: Path) -> torch.Tensor | None:
         # torch moves plain tensors to where it wants them; `step` may stay in CPU memory.
-        return params.get(at[len(path) + 1]) if tensor.sharding else None
+        param = params.get(at[len(path) + 1])
+        # Of a training without DTensors: what has the shape of its parameter goes along with it.
+        follows = was_whole and is_dtensor(param) and tensor.data.ndim
+        same = follows and param is not None and param.shape == tensor.data.shape
+        return param if tensor.sharding or same else None
 
     rebuild = fit.rebuild(stored, find, path)
 
@@ -70,6 +77,10 @@ def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit:
         _undo_casts(optimizer, stored["state"], params)
 
     fit.later(Phase.OPTIMIZER, load)
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, StoredTensor) and node.sharding is not None
 
 
 def _fit_entry(live: dict[str, Any], stored: dict[str, Any], path: Path, fit: Fit) -> None:

@@ -167,7 +167,10 @@ def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
             dtypes[names[index]] = BYTES_NAMES[dtype]
             shape, dtype = (*shape, align_bytes), torch.uint8
         described.append((names[index], CODE_OF[dtype], shape, align_bytes))
-    entries = arrange(described)
+    shardings = {
+        names[index]: columns.shardings[index] for index in owned if index in columns.shardings
+    }
+    entries = arrange(described, shardings)
     notes = Notes(
         dtypes=dtypes,
         aliases={
@@ -175,7 +178,7 @@ def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
             for index, owner in enumerate(columns.owners)
             if owner != index
         },
-        shardings={names[i]: part for i in owned if (part := columns.shardings.get(i)) is not None},
+        shardings=shardings,
     )
     places = [(entry.begin, entry.end - entry.begin) for entry in entries]
     return _Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -82,6 +83,27 @@ class RngState:
             self.load_state_dict(self._restored)
             self._restored = None
 
+    def reseed(self, seed: bytes) -> None:
+        """Seed every generator, each from its own digest of ``seed``.
+
+        What a restore on another number of ranks does: no saved state belongs to a new rank.
+        """
+        random.seed(_digest(seed, "python"))
+        numbers = _digest(seed, "numpy")
+        np.random.seed([numbers & 0xFFFFFFFF, numbers >> 32])
+        torch.default_generator.manual_seed(_digest(seed, "torch"))
+        if self._has_cuda():
+            for index in range(torch.cuda.device_count()):
+                with torch.cuda.device(index):
+                    torch.cuda.manual_seed(_digest(seed, f"cuda {index}"))
+        for name, generator in self._generators.items():
+            number = _digest(seed, f"generator {name}")
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(number)
+            else:
+                bits: Any = type(generator.bit_generator)
+                generator.bit_generator.state = bits(number).state
+
     def _has_cuda(self) -> bool:
         return self._cuda and torch.cuda.is_available()
 
@@ -114,6 +136,12 @@ class RngState:
                     partial(_try_generator, generator, saved[name]),
                 )
         return problems
+
+
+def _digest(seed: bytes, part: str) -> int:
+    """A number of 63 bits."""
+    text = part.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(seed + b"\0" + text).digest()[:8], "little") >> 1
 
 
 def _generator_state(generator: Generator) -> Any:

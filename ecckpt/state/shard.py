@@ -26,18 +26,20 @@ class Shard:
     """A shard, read. Its tensors are views: the buffer must outlive them and stay unchanged.
 
     ``tensors`` has every name, tied ones included (they are one tensor); ``shardings`` says of the
-    names that are parts of global tensors which part they are.
+    names that are parts of global tensors which part they are. With a ``seed``, generators of
+    random numbers are seeded from it instead of restored.
     """
 
     tensors: Mapping[str, torch.Tensor]
     shardings: Mapping[str, Sharding]
     aliases: Mapping[str, str]
     _names: tuple[str, ...]
-    _tree: bytes
+    packed_tree: bytes
+    seed: bytes = b""
 
     def tree(self) -> dict[Any, Any]:
         """The state, with a ``StoredTensor`` for each tensor; the containers are new every time."""
-        tree = decode(self._tree, self._leaf)
+        tree = decode(self.packed_tree, self._leaf)
         if not isinstance(tree, dict):
             raise CorruptFragment("the state of a shard is no dict")
         return tree
@@ -47,21 +49,52 @@ class Shard:
         return StoredTensor(name, self.tensors[name], self.shardings.get(name))
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The header of a shard, read: its tensors as views, where they lie, and where the values.
+
+    Nothing but the header need be there yet for the views to be made.
+    """
+
+    notes: Notes
+    tensors: dict[str, torch.Tensor]
+    places: Mapping[str, tuple[int, int]]
+    values: tuple[int, int]
+    blob: Entry
+
+
 def read_shard(buffer: memoryview) -> Shard:
     """Parse the shard that fills ``buffer``; its tensors are views of it, nothing is copied.
 
     Raises ``CorruptFragment`` for anything but a shard, ``VersionMismatch`` for one of another
     format. What it allocates is bounded by the length of the buffer.
     """
+    return read_values(read_index(buffer), buffer)
+
+
+def read_index(buffer: memoryview) -> Index:
+    """The first half of ``read_shard``: needs the header in ``buffer``, nothing else."""
     buffer = memoryview(buffer).cast("B")
     header = parse_header(buffer)
     notes = parse_notes(header.metadata)
     if not header.entries or header.entries[-1].name != VALUES_NAME:
         raise CorruptFragment("a shard without values at its end")
     *entries, blob = header.entries
-    values = bytes(buffer[header.data_start + blob.begin : header.data_start + blob.end])
-    names, tree = _unpack(values, blob)
-    shard = _shard(_views(buffer, header.data_start, entries, notes), notes, names, tree)
+    start = header.data_start
+    return Index(
+        notes,
+        _views(buffer, start, entries, notes),
+        {entry.name: (start + entry.begin, start + entry.end) for entry in entries},
+        (start + blob.begin, start + blob.end),
+        blob,
+    )
+
+
+def read_values(index: Index, buffer: memoryview) -> Shard:
+    """The second half of ``read_shard``: needs the values in ``buffer``."""
+    values = bytes(memoryview(buffer).cast("B")[slice(*index.values)])
+    names, tree = _unpack(values, index.blob)
+    shard = _shard(dict(index.tensors), index.notes, names, tree)
     shard.tree()  # a malformed tree is found now, not when half of a job has restored
     return shard
 

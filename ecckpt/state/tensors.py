@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -48,8 +49,21 @@ def part_of(value: torch.Tensor, path: Path, shardings: Shardings) -> Part:
     return Part(local, sharding)
 
 
+def share_of(part: Part) -> Part:
+    """The share of ``part`` that this rank stores, where other ranks have replicas of it."""
+    local, sharding = part
+    held = sharding.share(tuple(local.shape)) if sharding else None
+    if sharding is None or held is None:
+        return part
+    dim, start, length = held
+    offset = sharding.offset and tuple(
+        at + (start if each == dim else 0) for each, at in enumerate(sharding.offset)
+    )
+    return Part(local.narrow(dim, start, length), replace(sharding, held=held, offset=offset))
+
+
 class Parts:
-    """The parts of many tensors, in columns: what a plan goes by, looked at once.
+    """What a rank stores of many tensors, in columns: what a plan goes by, looked at once.
 
     Of 20,000 tensors each look costs a save milliseconds, as they lie all over the memory.
     """
@@ -66,7 +80,7 @@ class Parts:
     def of(
         cls, tensors: Sequence[torch.Tensor], paths: Sequence[Path], shardings: Shardings
     ) -> Self:
-        """The parts of ``tensors``, as ``part_of`` gives and refuses them one by one."""
+        """The parts of ``tensors``, as ``share_of`` and ``part_of`` give and refuse them."""
         parts = cls()
         locals_, dtypes, shapes = parts.locals, parts.dtypes, parts.shapes
         addresses, raw = parts.addresses, parts.raw
@@ -81,7 +95,7 @@ class Parts:
                 and tensor.layout is torch.strided
                 and not tensor.is_nested
             ):
-                local, sharding = part_of(tensor, paths[index], shardings)
+                local, sharding = share_of(part_of(tensor, paths[index], shardings))
                 dtype, on_cpu = local.dtype, local.is_cpu
                 if sharding is not None:
                     parts.shardings[index] = sharding

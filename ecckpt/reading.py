@@ -1,0 +1,239 @@
+"""Some bytes of a shard that lies on other nodes: blocks by range, each proven before it is seen.
+
+Whole blocks are pulled, since a block is what has a checksum: from a home copy or from whoever
+holds the fragment. Where a holder is gone or a block is bad, its row is decoded from k others.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ecckpt.blocks import Flags, Offsets, covering, like_rows, span_of, spans
+from ecckpt.client import AgentClient
+from ecckpt.codec import Codec
+from ecckpt.errors import AgentUnreachable, CorruptFragment, EcckptError, TooFewFragments
+from ecckpt.fragment import Header
+
+_PARALLEL_PULLS = 8
+_PROBLEMS_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSources:
+    """Which nodes have a shard whole, and which hold its fragments."""
+
+    header: Header
+    homes: tuple[str, ...]
+    fragments: Mapping[int, tuple[str, ...]]
+
+
+@dataclass(eq=False, slots=True)
+class Peers:
+    """The agents that are read from, shared by all readers of one restore.
+
+    ``near`` is this node, which is asked first; ``spread`` differs from rank to rank, so that not
+    all begin with the same peer. A node that once did not answer is not asked again.
+    """
+
+    clients: Mapping[str, AgentClient]
+    near: str
+    spread: int
+    deadline_s: float
+    silent: set[str] = field(default_factory=set)
+
+    def order(self, nodes: tuple[str, ...]) -> list[str]:
+        """The nodes to ask, in this order."""
+        usable = [node for node in dict.fromkeys(nodes) if node in self.clients]
+        turn = self.spread % len(usable) if usable else 0
+        turned = usable[turn:] + usable[:turn]
+        return sorted(turned, key=lambda node: node != self.near)
+
+    def left_s(self) -> float:
+        """Time left, at least a moment."""
+        return max(0.001, self.deadline_s - time.monotonic())
+
+
+class ShardReader:
+    """One shard, of which ``require`` brings the parts that are wanted. For one thread at a time.
+
+    ``data`` is as long as the shard; only bytes that were required are there, all others are
+    zeros. It takes memory for what was brought, not for its length, and lives as long as anybody
+    has a view of it. ``pulled_bytes`` counts whole blocks, this node's own included.
+
+    Raises ``TooFewFragments`` if nobody has its checksum table.
+    """
+
+    def __init__(self, sources: ShardSources, peers: Peers) -> None:
+        header = self._header = sources.header
+        self._sources, self._peers = sources, peers
+        self._codec = Codec(header.k, header.m)
+        self._good = np.zeros((header.n, header.rows), dtype=bool)
+        self._problems: list[str] = []
+        self._table = self._find_table()
+        self._memory = _lazy_bytes(header.k * header.fragment_bytes)
+        payload = memoryview(self._memory)
+        size_bytes = header.fragment_bytes
+        self._views = {
+            index: payload[index * size_bytes : (index + 1) * size_bytes]
+            for index in range(header.k)
+        }
+        self.data = payload[: header.shard_bytes]
+        self.pulled_bytes = 0
+        self._computed: set[int] = set()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this node has the whole shard."""
+        return self._peers.near in self._sources.homes
+
+    @property
+    def rebuilt_fragments(self) -> int:
+        """Data fragments of which blocks were computed."""
+        return len(self._computed)
+
+    def require(self, starts: Offsets, ends: Offsets) -> None:
+        """Bring the byte ranges [start, end) of the shard into ``data``.
+
+        Raises ``TooFewFragments`` if they cannot be had, ``CorruptFragment`` for a range that is
+        not within the shard.
+        """
+        try:
+            wanted = covering(self._header, starts, ends)
+        except ValueError as error:
+            raise CorruptFragment(str(error)) from error
+        self._pull({index: wanted[index] for index in range(self._header.k)})
+        lacking = wanted & ~self._good[: self._header.k]
+        if lacking.any():
+            self._decode(lacking)
+
+    def digest(self, start: int, end: int) -> bytes:
+        """Equal for the same range of two shards: these bytes are equal; else nothing is said.
+
+        Made of checksums of whole blocks, so it costs no reading.
+        """
+        header = self._header
+        blocks = covering(header, np.array([start]), np.array([end]))
+        place = f"{start} {end} {header.fragment_bytes} {header.block_bytes} "
+        return place.encode() + self._table[: header.k][blocks].tobytes()
+
+    def release(self) -> None:
+        """Give back the memory of what was brought: ``data`` is zeros again."""
+        self._good[:] = False
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        for index in range(self._header.k, self._header.n):
+            self._views.pop(index, None)
+
+    # -- pulling ----------------------------------------------------------------------------------
+
+    def _pull(self, wanted: Mapping[int, Flags]) -> None:
+        """Try every source of these fragments for the blocks that are not there yet."""
+        todo = {i: rows for i, rows in wanted.items() if (rows & ~self._good[i]).any()}
+        if not todo:
+            return
+        with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="read") as pool:
+            counts = list(pool.map(lambda item: self._pull_fragment(*item), todo.items()))
+        self.pulled_bytes += sum(counts)
+
+    def _pull_fragment(self, index: int, wanted: Flags) -> int:
+        homes = self._sources.homes if index < self._header.k else ()
+        pulled_bytes = 0
+        for node in self._peers.order((*homes, *self._sources.fragments.get(index, ()))):
+            missing = wanted & ~self._good[index]
+            if not missing.any():
+                break
+            if node in self._peers.silent:
+                continue
+            try:
+                for rows in spans(missing):
+                    pulled_bytes += self._pull_rows(node, index, rows)
+            except (EcckptError, OSError) as error:
+                if isinstance(error, AgentUnreachable):
+                    self._peers.silent.add(node)
+                self._problems.append(f"fragment {index} at {node}: {error}")
+        return pulled_bytes
+
+    def _pull_rows(self, node: str, index: int, rows: slice) -> int:
+        header, span = self._header, span_of(self._header, rows)
+        view = self._views[index][span]
+        self._peers.clients[node].pull_fragment(
+            header.shard, index, view, offset=span.start, timeout_s=self._peers.left_s()
+        )
+        bad = self._codec.verify({index: view}, self._table[:, rows], header.block_bytes)
+        fine = np.ones(rows.stop - rows.start, dtype=bool)
+        for _, row in bad:
+            fine[row] = False
+            # Nobody may take them for what they are not: unproven bytes do not stay.
+            block = header.block(rows.start + row)
+            self._views[index][block] = bytes(block.stop - block.start)
+            self._problems.append(f"block {rows.start + row} of fragment {index} at {node} is bad")
+        self._good[index, rows] |= fine
+        return len(view)
+
+    # -- decoding ---------------------------------------------------------------------------------
+
+    def _decode(self, lacking: Flags) -> None:
+        """Compute data blocks that no source has right, from k others of their rows."""
+        header, rows = self._header, lacking.any(axis=0)
+        untried = list(range(header.n))
+        while (short := rows & (self._good.sum(axis=0) < header.k)).any():
+            have = int(self._good[:, short].sum(axis=0).min())
+            batch, untried = untried[: header.k - have], untried[header.k - have :]
+            if not batch:
+                raise TooFewFragments(
+                    str(header.shard),
+                    have=have,
+                    need=header.k,
+                    reasons=self._problems[-_PROBLEMS_KEPT:],
+                )
+            for index in batch:
+                if index not in self._views:
+                    self._views[index] = memoryview(_lazy_bytes(header.fragment_bytes))
+            self._pull(dict.fromkeys(batch, short))
+        # What k good blocks of the row may have brought meanwhile needs no computing.
+        lacking = lacking & ~self._good[: header.k]
+        for alike in like_rows(np.vstack((self._good, lacking))):
+            missing = np.flatnonzero(lacking[:, alike.start]).tolist()
+            if missing:
+                self._rebuild(missing, alike)
+
+    def _rebuild(self, missing: list[int], rows: slice) -> None:
+        span = span_of(self._header, rows)
+        present = np.flatnonzero(self._good[:, rows.start]).tolist()
+        # Into memory of its own: what is wrong must not be seen in ``data``.
+        made = {index: bytearray(span.stop - span.start) for index in missing}
+        sums = self._codec.rebuild(
+            {index: self._views[index][span] for index in present}, made, self._header.block_bytes
+        )
+        if not np.array_equal(sums[missing], self._table[missing, rows]):
+            raise CorruptFragment(f"{self._header.shard}: rebuilt blocks fail their CRC32C")
+        for index, block in made.items():
+            self._views[index][span] = block
+            self._good[index, rows] = True
+        self._computed.update(missing)
+
+    def _find_table(self) -> np.ndarray:
+        held = (node for nodes in self._sources.fragments.values() for node in nodes)
+        for node in self._peers.order((*self._sources.homes, *held)):
+            if node in self._peers.silent:
+                continue
+            try:
+                return self._peers.clients[node].table(self._header)
+            except (EcckptError, OSError) as error:
+                if isinstance(error, AgentUnreachable):
+                    self._peers.silent.add(node)
+                self._problems.append(str(error))
+        reasons = self._problems[:_PROBLEMS_KEPT]
+        what = f"checksums of {self._header.shard}"
+        raise TooFewFragments(what, have=0, need=1, reasons=reasons)
+
+
+def _lazy_bytes(size_bytes: int) -> mmap.mmap:
+    """Zeros that take memory only where they are written (or read)."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, size_bytes, flags=flags)
