@@ -13,6 +13,8 @@ import pytest
 
 from ecckpt.testing import LocalCluster
 
+pytestmark = pytest.mark.long
+
 HAS_TORCHDATA = importlib.util.find_spec("torchdata") is not None
 PROGRAM = Path(__file__).with_name("exact_training.py")
 STARTS = {5: 0, 10: 5, 15: 11, -1: 15}  # killed at: first step, one after the last save

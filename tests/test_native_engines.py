@@ -16,6 +16,8 @@ import pytest
 
 from ecckpt import gf256
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "codec.json").read_text())
 COMMON = ["coding", "copying", "crc_joining", "dispatch", "sharing", "kernels_scalar"]

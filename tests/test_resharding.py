@@ -14,6 +14,8 @@ from worlds import World
 from ecckpt.errors import StateMismatch
 from ecckpt.testing import LocalCluster
 
+pytestmark = pytest.mark.long
+
 PROGRAM = """
 import hashlib, json, sys
 import torch, torch.distributed as dist

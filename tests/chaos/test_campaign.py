@@ -7,6 +7,8 @@ import logging
 import pytest
 from chaos.campaign import run
 
+pytestmark = pytest.mark.long
+
 
 # 3: an agent came back under another node's name when the library started it again.
 @pytest.mark.parametrize("seed", [3, 20])
