@@ -160,7 +160,7 @@ def test_a_slot_for_a_fragment_or_beyond_the_budget_is_refused_at_once(hands):
 
 def test_a_slot_whose_writer_was_fenced_meanwhile_is_not_given(hands):
     hands.tell(reserve())
-    hands.ask(wire.Fence("test", 2, None))
+    hands.ask(wire.Fence("test", 2, None, ()))
     hands.end(act.Allocate)
     assert isinstance(hands.answers.pop().error, Fenced)
     assert len(hands.took(act.Recycle)) == 1
@@ -181,7 +181,7 @@ def test_room_is_made_of_an_abandoned_timeline_only(hands):
     hands.tell(reserve(generation(2, 301)))
     hands.end(act.Allocate, error=full)
     assert hands.answers.pop().error is full  # where the run went back to is not known
-    hands.ask(wire.Fence("test", 2, generation(1, 300)))
+    hands.ask(wire.Fence("test", 2, generation(1, 300), ()))
     hands.tell(reserve(generation(2, 301)))
     hands.end(act.Allocate, error=full)
     assert len(hands.took(act.Recycle)) == 1
@@ -376,7 +376,7 @@ def test_a_second_pull_may_be_right(hands):
 def test_a_fragment_of_a_writer_fenced_meanwhile_is_not_kept(hands):
     hands.ask(hold())
     hands.end(act.Allocate)
-    hands.ask(wire.Fence("test", 2, None))
+    hands.ask(wire.Fence("test", 2, None, ()))
     hands.end(act.Pull, 0)
     assert "fenced off" in hands.end(act.Post).message.problem
     assert not hands.took(act.Seal)
@@ -452,7 +452,7 @@ def test_a_fetch_whose_writer_was_fenced_meanwhile_is_not_kept(hands):
     hands.tell(fetch())
     hands.end(act.Allocate)
     hands.end(act.Allocate)
-    hands.ask(wire.Fence("test", 2, None))
+    hands.ask(wire.Fence("test", 2, None, ()))
     hands.end(act.Gather, act.Gathered(table_of(header()), 7, 1, ()))
     assert isinstance(hands.answers.pop().error, Fenced)
     assert len(hands.took(act.Recycle)) == 2
@@ -475,7 +475,7 @@ def test_so_many_fetches_at_a_time(hands):
     "late", [hold(writer=1), protect(writer=1), fetch(1), reserve(), commit(NEW)]
 )
 def test_no_request_of_an_older_timeline_changes_anything(hands, late):
-    hands.ask(wire.Fence("test", 2, None))
+    hands.ask(wire.Fence("test", 2, None, ()))
     with pytest.raises(Fenced):
         hands.tell(late)
     assert not hands.todo
@@ -503,5 +503,5 @@ def test_a_commit_that_is_known_is_answered_at_once(hands):
 
 def test_a_newer_timeline_lets_slots_go_that_nobody_sealed(hands):
     hands.ask(reserve())
-    hands.ask(wire.Fence("test", 2, None))
+    hands.ask(wire.Fence("test", 2, None, ()))
     assert len(hands.took(act.Discard)) == 1

@@ -26,6 +26,7 @@ from ecckpt.fragment import (
     pack_superblock,
     parse_table,
 )
+from ecckpt.lineage import RollBack
 
 BUDGET = 64 << 20
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -69,8 +70,8 @@ def commit(agent, gen, run="test"):
     agent.commit(wire.Commit(run, gen))
 
 
-def fence(agent, timeline, restored=None, run="test"):
-    agent.fence(wire.Fence(run, timeline, restored))
+def fence(agent, timeline, restored=None, *, run="test", roll_backs=()):
+    agent.fence(wire.Fence(run, timeline, restored, tuple(roll_backs)))
 
 
 def give_up(agent, rank, gens, run="test"):
@@ -289,13 +290,21 @@ def test_a_newer_timeline_lets_unfinished_slots_go_and_nothing_else(agent):
         fence(agent, 1)
 
 
+def test_as_many_roll_backs_as_are_remembered_fit_into_the_run_state(agent):
+    huge = 10**18 - 100
+    each = [RollBack(huge + at + 1, generation(huge + at)) for at in range(64)]
+    fence(agent, huge + 65, roll_backs=each)
+    assert len(ledger(again(agent)).roll_backs) == 64
+
+
 def test_run_state_outlives_the_process(agent):
     keep(agent)
     commit(agent, NEW)
-    fence(agent, 4, NEW)
+    fence(agent, 4, NEW, roll_backs=[RollBack(3, OLD)])
     later = again(agent)
     found = ledger(later)
     assert (found.fence, found.committed, found.restored) == (4, NEW, NEW)
+    assert found.roll_backs == (RollBack(3, OLD),)
     with pytest.raises(Fenced):
         commit(later, generation(3, 99))
 
@@ -462,6 +471,8 @@ GOOD_STATE = {"fence": 3, "committed": str(NEW), "restored": ""}
         state_of(GOOD_STATE | {"committed": 5}),
         state_of(GOOD_STATE | {"committed": "newest"}),
         state_of(GOOD_STATE | {"restored": b"x"}),
+        state_of(GOOD_STATE | {"roll_backs": [[2]]}),
+        state_of(GOOD_STATE | {"roll_backs": [["x", str(NEW)]]}),
     ],
 )
 def test_a_damaged_run_state_stops_nobody(agent, root, raw):
@@ -568,7 +579,7 @@ def test_two_runs_side_by_side_never_touch_each_other(agent):
     before_bytes = used_bytes(agent, "b")
     commit(agent, NEW, "a")
     give_up(agent, 0, [OLD, NEW], "a")
-    fence(agent, 7, NEW, "a")
+    fence(agent, 7, NEW, run="a")
     stage(agent, run="a", gen=generation(7, 11))
     let_unfinished_go(agent, 0, "a")
     for each in (agent, again(agent)):

@@ -149,8 +149,8 @@ class Core:
     def _fence(self, message: wire.Fence) -> list[Action]:
         ledger = self.ledgers.of(message.run)
         newer = ledger.admit(message.timeline)
-        if message.restored is not None:
-            ledger.restored = message.restored
+        ledger.restored = message.restored or ledger.restored
+        ledger.learn(message.roll_backs)
         return [
             *self.ledgers.retire(ledger.unfinished() if newer else ()),
             *(self.ledgers.note(ledger, answers=True) or [Reply(wire.Done())]),

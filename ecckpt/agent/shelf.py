@@ -18,11 +18,12 @@ from ecckpt.agent.ledgers import Ledgers
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.fragment import SUPERBLOCK_BYTES, crc32c, parse_superblock, parse_table
 from ecckpt.generation import Generation
+from ecckpt.lineage import RollBack
 from ecckpt.tiers.memory import MemoryTier, Region
 
 _log = logging.getLogger(__name__)
 
-_STATE_LIMIT_BYTES = 4096
+_STATE_LIMIT_BYTES = 16 << 10  # 64 roll-backs of 80 bytes, and some more
 
 
 class Shelf:
@@ -53,6 +54,7 @@ class Shelf:
             "fence": notes.fence,
             "committed": str(notes.committed or ""),
             "restored": str(notes.restored or ""),
+            "roll_backs": [[each.timeline, str(each.target)] for each in notes.roll_backs],
         }
         body = msgpack.packb(fields)
         path = self._states / f"{run}.state"
@@ -96,6 +98,10 @@ class Shelf:
         ledger.fence = fields["fence"]
         ledger.committed = Generation.parse(fields["committed"]) if fields["committed"] else None
         ledger.restored = Generation.parse(fields["restored"]) if fields["restored"] else None
+        ledger.learn(
+            RollBack(int(timeline), Generation.parse(target))
+            for timeline, target in fields.get("roll_backs", ())
+        )
         ledger.noted = ledger.notes
 
     def _adopt_region(self, path: Path, ledgers: Ledgers) -> None:
