@@ -36,7 +36,7 @@ from ecckpt.joining import join
 from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
-from ecckpt.restoring import Order, Restored, Restorer
+from ecckpt.restoring import Order, Restored, Restorer, Wanted
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.state import ShardPlan, plan_shard
@@ -267,14 +267,18 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         step: int | None = None,
+        generation: Generation | str | None = None,
         resume: Literal["auto", "required"] = "auto",
     ) -> Restored | None:
         """Bring ``state`` back to the newest generation that survives; None if there never was one.
 
         All ranks call it, and all take the same generation: one whose bytes cannot be proven on
         some rank is refused and the next older one is taken. Nothing in ``state`` changes before
-        every rank has its shard in memory, proven, and checked against the state. ``step``
-        restores that step instead of the newest.
+        every rank has its shard in memory, proven, and checked against the state.
+
+        ``step`` (its newest timeline) or ``generation`` (as a status or a plan spells it) restores
+        that one instead of the newest: a roll-back. What is newer is abandoned by it: later
+        restarts do not take it, even if they happen before the next save, except by name.
 
         Any number of ranks may restore, on any mesh and with any placements: DTensors are cut anew,
         plain tensors are made of them and they of plain tensors. On another number of ranks than
@@ -290,6 +294,10 @@ class Checkpointer:
         """
         if resume not in ("auto", "required"):
             raise InvalidConfig(f'resume={resume!r} is neither "auto" nor "required"')
+        if step is not None and generation is not None:
+            raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
+        if isinstance(generation, str):
+            generation = Generation.parse(generation)
         if self._latest is not None:
             self._latest.wait_done(self._config.save_timeout_s)
         restorer = Restorer(
@@ -297,10 +305,13 @@ class Checkpointer:
             self._cluster,
             self._slots,
             number=self._restores,
+            after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
         )
         self._restores += 1
-        order, restored = restorer.run(state, step=step, required=resume == "required")
+        order, restored = restorer.run(
+            state, Wanted(step, generation), required=resume == "required"
+        )
         self._timeline = order.timeline
         self._latest = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
