@@ -69,7 +69,7 @@ def fetch_shard(shelf: Shelf, message: wire.Fetch, *, token: str) -> wire.Fetche
     entry = Entry(header, region, None)
     shelf.seal(entry, table)
     shelf.put(entry)
-    return wire.Fetched(slot_of(entry), gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+    return wire.Fetched(slot_of(header, region), gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
 
 
 def _fill(
@@ -100,12 +100,9 @@ def _fill(
             shelf.tier.recycle(header.shard.run, parity)
 
 
-def slot_of(entry: Entry) -> wire.Slot:
-    """How a trainer on this node reaches a home copy."""
-    region = entry.region
-    return wire.Slot(
-        str(region.path), region.name, region.size_bytes, SUPERBLOCK_BYTES, entry.header
-    )
+def slot_of(header: Header, region: Region) -> wire.Slot:
+    """How a trainer on this node reaches a home copy, or the place for one."""
+    return wire.Slot(str(region.path), region.name, region.size_bytes, SUPERBLOCK_BYTES, header)
 
 
 def _allocate(shelf: Shelf, message: wire.Fetch, size_bytes: int) -> Region:

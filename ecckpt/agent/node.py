@@ -11,7 +11,6 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.agent.fetch import fetch_shard, slot_of
 from ecckpt.agent.hold import Holder
-from ecckpt.agent.ledger import Entry
 from ecckpt.agent.protect import Protector
 from ecckpt.agent.shelf import Shelf, steady_bytes
 from ecckpt.errors import AgentMismatch, InvalidMessage, MemoryBudgetTooSmall, RequestRefused
@@ -51,7 +50,7 @@ class Agent:
             return self.shelf.look(run).inventory(self.info.node)
 
     def reserve(self, message: wire.Reserve) -> wire.Slot:
-        """A slot for a new shard of a rank on this node."""
+        """A slot for the next shard of a rank on this node."""
         header = message.header
         run, rank = header.shard.run, header.shard.rank
         if header.index != HOME:
@@ -70,18 +69,24 @@ class Agent:
         self.shelf.discard(run, rank, message.discard)
         self.shelf.discard_unfinished(run, rank)
         region = self.shelf.allocate(
-            run, header.file_bytes, budget_bytes=budget_bytes, what=f"a slot for {header.shard}"
+            run, header.file_bytes, budget_bytes=budget_bytes, what=f"a slot for rank {rank}"
         )
-        entry = Entry(header, region, None)
-        self.shelf.put(entry)
-        return slot_of(entry)
+        self.shelf.reserve(run, rank, region)
+        return slot_of(header, region)
+
+    def stage(self, message: wire.Stage) -> wire.Done:
+        """Say what has been put into a reserved slot."""
+        header = message.header
+        self.shelf.admit(header.shard.run, header.shard.generation.timeline)
+        self.shelf.stage(header, message.region)
+        return wire.Done()
 
     def slot(self, shard: ShardId) -> wire.Slot:
         """The sealed home copy of a shard."""
         with self.shelf.pinned(shard, HOME) as entry:
             if entry.table is None:
                 raise InvalidMessage(f"{shard} is still being staged")
-            return slot_of(entry)
+            return slot_of(entry.header, entry.region)
 
     def protect(self, message: wire.Protect) -> wire.Done:
         """Start protecting; ``watch`` tells how it goes."""

@@ -75,6 +75,7 @@ class Shelf:
         with self.changed:
             if self.ledger(run).admit(writer):
                 self._retire(self.ledger(run).unfinished())
+                self._withdraw(run, self.ledger(run).unused())
                 self._remember(run)
 
     def fence(self, run: str, timeline: int, restored: Generation | None) -> None:
@@ -104,9 +105,33 @@ class Shelf:
         """Let go the slots that the rank reserved and never sealed."""
         with self.changed:
             self._retire(self.ledger(run).unfinished(rank))
+            self._withdraw(run, self.ledger(run).unused(rank))
+
+    def reserve(self, run: str, rank: int, region: Region) -> None:
+        """Keep a region for the rank's next shard, of which nothing is known yet."""
+        with self.changed:
+            self._withdraw(run, self.ledger(run).unused(rank))  # of a request that was asked twice
+            self.ledger(run).reserved[rank] = region
+
+    def stage(self, header: Header, name: str) -> None:
+        """Enter the shard that a rank has put into its reserved slot; ``NotHeld`` if it has none.
+
+        It may be gone because the agent was started anew, or the rank has reserved another.
+        """
+        run, rank = header.shard.run, header.shard.rank
+        with self.changed:
+            region = self.ledger(run).reserved.get(rank)
+            if region is None or region.name != name or region.size_bytes < header.file_bytes:
+                raise NotHeld(f"node {self.node} has no slot {name} for {header.shard}")
+            del self.ledger(run).reserved[rank]
+            self.put(Entry(header, region, None))
 
     def allocate(self, run: str, size_bytes: int, *, budget_bytes: int, what: str) -> Region:
-        """A region for the run, evicting an abandoned timeline if there is no other way."""
+        """A region for the run; if there is no other way, what is least missed goes for it.
+
+        That is an abandoned timeline of the run, and the slots that ranks of any run have reserved
+        ahead: they may have ended, and a live one asks again.
+        """
         budget_bytes = budget_bytes or self.tier.default_budget_bytes()
         try:
             return self.tier.allocate(run, size_bytes, budget_bytes=budget_bytes, what=what)
@@ -114,7 +139,10 @@ class Shelf:
             with self.changed:
                 abandoned = self.ledger(run).abandoned()
                 self._retire(abandoned)
-            if not abandoned:
+                unused = {each: ledger.unused() for each, ledger in self._ledgers.items()}
+                for each, regions in unused.items():
+                    self._withdraw(each, regions)
+            if not abandoned and not any(unused.values()):
                 raise
             _log.warning("run %s: dropped %d files of an abandoned timeline", run, len(abandoned))
             return self.tier.allocate(run, size_bytes, budget_bytes=budget_bytes, what=what)
@@ -184,6 +212,10 @@ class Shelf:
         for entry in list(entries):
             self._ledgers[entry.header.shard.run].entries.pop(entry.key, None)
             self._give_up(entry)
+
+    def _withdraw(self, run: str, regions: Iterable[Region]) -> None:
+        for region in regions:
+            self.tier.discard(run, region)  # its trainer may be writing
 
     def _give_up(self, entry: Entry) -> None:
         entry.doomed = True
