@@ -37,7 +37,7 @@ from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
-from ecckpt.restoring import Order, Restored, Restorer
+from ecckpt.restoring import Order, Restored, Restorer, Wanted
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.state import ShardPlan, plan_shard
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
 
-# One core does not fill the memory's bandwidth, and while its caller waits a program has cores idle.
+# One core does not fill the memory's bandwidth, and others are idle while the program waits.
 _COPY_THREADS = 4
 
 
@@ -146,7 +146,7 @@ class Checkpointer:
         As soon as this returns the state may change. There is no collective and no network here,
         and mostly not even a word with this node's agent, which has a slot ready from before. Only
         the first save, one that needs a larger slot, and one whose predecessor is not finished
-        wait for the agent (so memory stays bounded), and for some two seconds if it does not answer.
+        wait for the agent (so memory stays bounded), and for about two seconds if it is silent.
         What goes wrong is in the handle (with ``strict``, what goes wrong in here is raised) and
         costs no older generation; an unusable state or budget is raised at the first save.
         """
@@ -293,14 +293,18 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         step: int | None = None,
+        generation: Generation | str | None = None,
         resume: Literal["auto", "required"] = "auto",
     ) -> Restored | None:
         """Bring ``state`` back to the newest generation that survives; None if there never was one.
 
         All ranks call it, and all take the same generation: one whose bytes cannot be proven on
         some rank is refused and the next older one is taken. Nothing in ``state`` changes before
-        every rank has its shard in memory, proven, and checked against the state. ``step``
-        restores that step instead of the newest.
+        every rank has its shard in memory, proven, and checked against the state.
+
+        ``step`` (its newest timeline) or ``generation`` (as a status or a plan spells it) restores
+        that one instead of the newest: a roll-back. What is newer is abandoned by it: later
+        restarts do not take it, even if they happen before the next save, except by name.
 
         Any number of ranks may restore, on any mesh and with any placements: DTensors are cut anew,
         plain tensors are made of them and they of plain tensors. On another number of ranks than
@@ -316,6 +320,10 @@ class Checkpointer:
         """
         if resume not in ("auto", "required"):
             raise InvalidConfig(f'resume={resume!r} is neither "auto" nor "required"')
+        if step is not None and generation is not None:
+            raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
+        if isinstance(generation, str):
+            generation = Generation.parse(generation)
         if self._in_flight is not None:
             self._in_flight.wait_done(self._config.save_timeout_s)
         restorer = Restorer(
@@ -323,10 +331,13 @@ class Checkpointer:
             self._cluster,
             self._slots,
             number=self._restores,
+            after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
         )
         self._restores += 1
-        order, restored = restorer.run(state, step=step, required=resume == "required")
+        order, restored = restorer.run(
+            state, Wanted(step, generation), required=resume == "required"
+        )
         self._timeline = order.timeline
         self._latest = self._in_flight = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now

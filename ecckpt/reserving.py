@@ -21,6 +21,7 @@ from ecckpt.slots import Slots
 _log = logging.getLogger(__name__)
 
 _SIGN_OF_LIFE_S = 2.0
+_GLANCE_S = 0.05
 _FIRST_LOOK_S = 0.25
 _LATER_LOOKS_S = 2.0
 _RETRY_S = 1.0
@@ -92,6 +93,10 @@ class Reserver:
             return self._wish is None
 
         try:
+            if self._wish is not None and self._silent is not None:
+                # By what the thread last saw it does not answer; it may be back by now.
+                replace(self._agent, timeout_s=_GLANCE_S).node()
+                self._silent = None
             while_alive(self._agent, answered)
         except AgentUnreachable as error:
             self._silent = error

@@ -222,7 +222,7 @@ class Watcher:
             _tell(peer, following.shard)
 
     def _settled(self, following: Following, error: EcckptError) -> EcckptError | None:
-        """The error that a save ends with; None if the other ranks have committed it all the same."""
+        """The error that a save ends with; None if the other ranks have committed it anyway."""
         if following.counted and not self._give_up(following.shard):
             _log.warning("%s was committed by the other ranks: %s", following.shard, error)
             return None

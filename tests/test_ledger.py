@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ecckpt.agent.ledger import Entry, Ledger
 from ecckpt.errors import Fenced
 from ecckpt.fragment import HOME
+from ecckpt.lineage import RollBack
 from ecckpt.tiers.memory import Region
 
 STEPS = [8, 9, 10, 99, 100, 999_999, 1_000_000, 10_000_000]
@@ -159,6 +160,15 @@ def test_only_the_tail_beyond_the_restored_point_is_abandoned():
 
 def test_nothing_is_abandoned_before_the_restored_point_is_known():
     assert ledger_with(generation(1, 5000), fence=2).abandoned() == []
+
+
+def test_the_committed_one_is_abandoned_only_by_going_back_before_it_on_purpose():
+    point, tail = generation(1, 300), generation(1, 5000)
+    ledger = ledger_with(point, tail, fence=2, restored=point, committed=tail)
+    assert ledger.abandoned() == []
+    ledger.learn([RollBack(2, point)])
+    assert generations_of(ledger.abandoned()) == [tail]
+    assert ledger.inventory("n1").roll_backs == (RollBack(2, point),)
 
 
 # -- inventory ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Slots ahead of their save: who has one asks nobody, and an agent that hangs keeps nobody waiting."""
+"""Slots ahead of their save: whoever has one asks nobody, and no hung agent holds a save up."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def agent(tmp_path, monkeypatch):
 
 
 def wish(size_bytes=1000, *, timeline=1, step=5):
-    return wire.Reserve(header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes), 0, 1, 0, ())
+    return wire.Reserve(
+        header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes), 0, 1, 0, ()
+    )
 
 
 def await_idle(made):
@@ -171,23 +173,35 @@ def test_an_agent_that_works_long_is_waited_for(agent):
         assert made.take(wish()).region == "region1"
 
 
-def test_an_agent_that_hangs_is_not_waited_for_a_second_time(agent, monkeypatch):
+def test_an_agent_that_hangs_is_given_a_moment_the_second_time(agent, monkeypatch):
     agent.alive = False
+    looks = []
+    monkeypatch.setattr(
+        reserving, "replace", lambda agent, *, timeout_s: looks.append(timeout_s) or agent
+    )
     with reserver(agent, may_answer=False) as made:
-        with pytest.raises(AgentUnreachable, match="no answer"):
-            made.take(wish())
-        looked = []
-        monkeypatch.setattr(Agent, "node", looked.append)
-        with pytest.raises(AgentUnreachable, match="no answer"):
-            made.take(wish())
-        assert not looked
+        for _ in range(2):
+            with pytest.raises(AgentUnreachable, match="no answer"):
+                made.take(wish())
+        assert looks == [reserving._SIGN_OF_LIFE_S, reserving._GLANCE_S]
         agent.may_answer.set()
         await_idle(made)
         assert made.take(wish())
 
 
+def test_an_agent_that_came_back_unnoticed_is_waited_for(agent):
+    back = threading.Event()
+    agent.answers = [AgentUnreachable("here", "refused")]
+    with reserver(agent, lambda: back.wait(10)) as made:
+        made.ahead(wish())
+        with made._news:
+            assert made._news.wait_for(lambda: made._silent, 10)
+        threading.Timer(0.2, back.set).start()
+        assert made.take(wish()).region == "region2"
+
+
 def test_waiting_ends_at_its_deadline_though_the_agent_lives(agent):
-    assert while_alive(agent, lambda wait_s: time.sleep(wait_s), timeout_s=0.3) is False
+    assert while_alive(agent, time.sleep, timeout_s=0.3) is False
 
 
 # -- real agents ----------------------------------------------------------------------------------
@@ -281,5 +295,5 @@ def test_the_next_writer_takes_the_slot_of_a_dead_one_away(cluster1: LocalCluste
     again = client.reserve(wished)
     assert [path.stem for path in regions.iterdir()] == [again.region] != [slot.region]
     client.stage(wire.Stage(wished.header, again.region))
-    client.fence("test", 2)
+    client.fence(wire.Fence("test", 2, None, ()))
     assert list(regions.iterdir()) == []

@@ -22,6 +22,7 @@ from ecckpt.fragment import (
     pack_superblock,
     parse_table,
 )
+from ecckpt.lineage import RollBack
 
 BUDGET = 64 << 20
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -239,13 +240,25 @@ def test_a_newer_timeline_lets_unfinished_slots_go_and_nothing_else(shelf):
         shelf.admit("test", 1)
 
 
+def test_as_many_roll_backs_as_are_remembered_fit_into_the_run_state(shelf):
+    huge = 10**18 - 100
+    shelf.fence(
+        "test",
+        huge + 65,
+        None,
+        [RollBack(huge + at + 1, generation(huge + at)) for at in range(64)],
+    )
+    assert len(again(shelf).ledger("test").roll_backs) == 64
+
+
 def test_run_state_outlives_the_process(shelf):
     keep(shelf)
     shelf.commit("test", NEW)
-    shelf.fence("test", 4, NEW)
+    shelf.fence("test", 4, NEW, [RollBack(3, OLD)])
     later = again(shelf)
     ledger = later.ledger("test")
     assert (ledger.fence, ledger.committed, ledger.restored) == (4, NEW, NEW)
+    assert ledger.roll_backs == (RollBack(3, OLD),)
     with pytest.raises(Fenced):
         later.commit("test", generation(3, 99))
 
@@ -414,6 +427,8 @@ GOOD_STATE = {"fence": 3, "committed": str(NEW), "restored": ""}
         state_of(GOOD_STATE | {"committed": 5}),
         state_of(GOOD_STATE | {"committed": "newest"}),
         state_of(GOOD_STATE | {"restored": b"x"}),
+        state_of(GOOD_STATE | {"roll_backs": [[2]]}),
+        state_of(GOOD_STATE | {"roll_backs": [["x", str(NEW)]]}),
     ],
 )
 def test_a_damaged_run_state_stops_nobody(shelf, root, raw):

@@ -69,7 +69,9 @@ def fetch_shard(shelf: Shelf, message: wire.Fetch, *, token: str) -> wire.Fetche
     entry = Entry(header, region, None)
     shelf.seal(entry, table)
     shelf.put(entry)
-    return wire.Fetched(slot_of(header, region), gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+    return wire.Fetched(
+        slot_of(header, region), gathering.pulled_bytes, rebuilt, tuple(gathering.problems)
+    )
 
 
 def _fill(

@@ -7,7 +7,7 @@ a restart has abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from ecckpt.errors import Fenced
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.lineage import RollBack, abandoned_by, in_force
 from ecckpt.recovery import Inventory
 from ecckpt.tiers.memory import Region
 
@@ -48,6 +49,7 @@ class Ledger:
     fence: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
+    roll_backs: tuple[RollBack, ...] = ()
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
     rejected: dict[str, str] = field(default_factory=dict)
@@ -63,6 +65,10 @@ class Ledger:
         self.fence = writer
         return newer
 
+    def learn(self, roll_backs: Iterable[RollBack]) -> None:
+        """Note roll-backs that somebody knows of."""
+        self.roll_backs = in_force((*self.roll_backs, *roll_backs))
+
     def find(self, shard: ShardId, index: int) -> Entry | None:
         """The entry of that fragment (or home copy), sealed or not."""
         return self.entries.get((shard, index))
@@ -70,7 +76,9 @@ class Ledger:
     def inventory(self, node: str) -> Inventory:
         """Everything sealed, as recovery sees it."""
         headers = tuple(entry.header for entry in self._sealed())
-        return Inventory(node, headers, self.committed, self.fence, dict(self.rejected))
+        return Inventory(
+            node, headers, self.committed, self.fence, self.roll_backs, dict(self.rejected)
+        )
 
     def commit(self, generation: Generation) -> list[Entry]:
         """Note that a generation is safe; returns the entries that may go now.
@@ -112,7 +120,10 @@ class Ledger:
         return [self.reserved.pop(each) for each in ranks]
 
     def abandoned(self) -> list[Entry]:
-        """The tail of an older timeline beyond the point that a restart went back to."""
+        """The tail of an older timeline beyond the point that a restart went back to.
+
+        The committed generation is among it only if somebody went back before it on purpose.
+        """
         if self.restored is None:
             return []
         return [
@@ -120,7 +131,10 @@ class Ledger:
             for (shard, _), entry in self.entries.items()
             if self.restored < shard.generation
             and shard.generation.timeline < self.fence
-            and shard.generation != self.committed
+            and (
+                shard.generation != self.committed
+                or abandoned_by(shard.generation, self.roll_backs)
+            )
         ]
 
     def _sealed(self) -> Iterator[Entry]:

@@ -114,7 +114,7 @@ class Agent:
 
     def fence(self, message: wire.Fence) -> wire.Done:
         """Refuse older timelines."""
-        self.shelf.fence(message.run, message.timeline, message.restored)
+        self.shelf.fence(message.run, message.timeline, message.restored, message.roll_backs)
         return wire.Done()
 
     def fetch(self, message: wire.Fetch) -> wire.Fetched:

@@ -34,11 +34,12 @@ from ecckpt.fragment import (
     parse_table,
 )
 from ecckpt.generation import Generation, ShardId, check_name
+from ecckpt.lineage import RollBack
 from ecckpt.tiers.memory import MemoryTier, Region
 
 _log = logging.getLogger(__name__)
 
-_STATE_LIMIT_BYTES = 4096
+_STATE_LIMIT_BYTES = 16 << 10  # 64 roll-backs of 80 bytes, and some more
 
 
 class Shelf:
@@ -78,12 +79,21 @@ class Shelf:
                 self._withdraw(run, self.ledger(run).unused())
                 self._remember(run)
 
-    def fence(self, run: str, timeline: int, restored: Generation | None) -> None:
-        """``admit``, and note what the new timeline continues."""
+    def fence(
+        self,
+        run: str,
+        timeline: int,
+        restored: Generation | None,
+        roll_backs: Iterable[RollBack] = (),
+    ) -> None:
+        """``admit``, and note what the new timeline continues, and what was left on purpose."""
         self.admit(run, timeline)
         with self.changed:
-            if restored is not None:
-                self.ledger(run).restored = restored
+            ledger = self.ledger(run)
+            known = (ledger.restored, ledger.roll_backs)
+            ledger.restored = restored or ledger.restored
+            ledger.learn(roll_backs)
+            if known != (ledger.restored, ledger.roll_backs):
                 self._remember(run)
 
     def commit(self, run: str, generation: Generation) -> None:
@@ -237,6 +247,7 @@ class Shelf:
             "fence": ledger.fence,
             "committed": str(ledger.committed or ""),
             "restored": str(ledger.restored or ""),
+            "roll_backs": [[each.timeline, str(each.target)] for each in ledger.roll_backs],
         }
         body = msgpack.packb(fields)
         path = self._states / f"{run}.state"
@@ -272,6 +283,10 @@ class Shelf:
         ledger.fence = fields["fence"]
         ledger.committed = Generation.parse(fields["committed"]) if fields["committed"] else None
         ledger.restored = Generation.parse(fields["restored"]) if fields["restored"] else None
+        ledger.learn(
+            RollBack(int(timeline), Generation.parse(target))
+            for timeline, target in fields.get("roll_backs", ())
+        )
 
     def _adopt_region(self, path: Path) -> None:
         with path.open("rb") as file:
