@@ -64,7 +64,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Subtract ``POISON`` unless the count is complete, in one step; answered by whether it was."""
+    """Subtract ``POISON`` unless the count is complete, in one step.
+
+    Answered by whether the generation can no longer be committed: False if it is.
+    """
 
 
 Step = Start | Look | Protected | Count | Tell | GiveUp
