@@ -212,7 +212,7 @@ class Watcher:
         need not wait for it. One after another: a program that is ending can start no threads.
         """
         for peer in (self._agent, *self._peers):
-            _tell(peer, following.shard)
+            tell_committed(peer, following.shard)
 
     def _fail(self, following: Following, error: EcckptError) -> None:
         if following.counted and not self._give_up(following.shard):
@@ -234,7 +234,8 @@ class Watcher:
             return True
 
 
-def _tell(peer: AgentClient, shard: ShardId) -> None:
+def tell_committed(peer: AgentClient, shard: ShardId) -> None:
+    """Tell an agent, without much patience: one that misses it learns it from the next commit."""
     try:
         replace(peer, timeout_s=_COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
     except (EcckptError, OSError) as error:
