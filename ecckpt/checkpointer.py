@@ -122,6 +122,16 @@ class Checkpointer:
         atexit.register(self.close)
 
     @property
+    def run(self) -> str:
+        """Name of the training job."""
+        return self._config.run
+
+    @property
+    def save_timeout_s(self) -> float:
+        """When a save that is not committed has failed."""
+        return self._config.save_timeout_s
+
+    @property
     def promise(self) -> str:
         """What may be lost without losing a checkpoint, in words."""
         return self._cluster.placement.promise()
