@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, in a gloo group, forked so that torch need not be imported anew."""
+"""Ranks as processes of their own, in a gloo group: forked, so that torch is imported already."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ other metadata: a reader makes DCP's own from the shards of all ranks.
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,10 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ecckpt.errors import CorruptFragment, StateMismatch, UnsupportedState
+from ecckpt.errors import CorruptFragment, InvalidConfig, StateMismatch, UnsupportedState
 from ecckpt.state.paths import Path
-from ecckpt.state.sharding import Sharding, box_of, is_dtensor
+from ecckpt.state.sharding import Sharding, Shardings, box_of, is_dtensor
 from ecckpt.state.stored import StoredTensor
+from ecckpt.state.tensors import part_of
 from ecckpt.state.tree import flatten, holds, is_stateful
 
 NOTES = "dcp%notes"
@@ -80,13 +82,24 @@ class Notes:
             raise CorruptFragment(f"notes of DCP's that cannot be read: {error}") from error
 
 
+def check_id(given: str | os.PathLike[str] | None, own: str) -> None:
+    """Raise ``InvalidConfig`` for a ``checkpoint_id`` that is not what run and step say."""
+    if given is not None and os.fspath(given) != own:
+        raise InvalidConfig(
+            f"checkpoint_id={os.fspath(given)!r:.80}, but this is {own}",
+            hint="leave checkpoint_id out: run and step say which checkpoint it is",
+        )
+
+
 # -- saving ---------------------------------------------------------------------------------------
 
 
 def shard_state(
-    plan: SavePlan, planner: SavePlanner
+    plan: SavePlan, planner: SavePlanner, *, ranks: int
 ) -> tuple[dict[str, Any], dict[Path, Sharding], Notes]:
     """The state that this rank's shard holds, the boxes among its tensors, and its notes.
+
+    Where others of so many ``ranks`` have the same names, the notes have digests to compare.
 
     Tensors are the planner's (``resolve_data``), values are looked up in it: they are not pickled.
     Raises ``UnsupportedState`` for what cannot be stored.
@@ -109,7 +122,7 @@ def shard_state(
         for index, (_, box) in enumerate(parts):
             if box is not None:
                 boxes[(name,) if single else (name, index)] = box
-    notes = Notes(tuple(values), _paths(plan), _digests(planner))
+    notes = Notes(tuple(values), _paths(plan), _digests(planner) if ranks > 1 else {})
     return {**state, **values, NOTES: notes.render()}, boxes, notes
 
 
@@ -201,7 +214,8 @@ def _digests(planner: SavePlanner) -> dict[str, int]:
         _check_value(name, value)
         flat = flatten({name: value})
         digest = zlib.crc32(flat.tree)
-        for tensor in flat.tensors:
+        for tensor, path in zip(flat.tensors, flat.paths, strict=True):
+            part_of(tensor, path, Shardings())  # refuses what has no plain bytes
             digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest)
             digest = zlib.crc32(_raw(tensor), digest)
         digests[name] = digest
