@@ -36,7 +36,7 @@ from ecckpt.joining import join
 from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
-from ecckpt.restoring import Found, Order, Restored, Restorer
+from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
@@ -248,14 +248,14 @@ class Checkpointer:
     def _follow(
         self, handle: SaveHandle, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
     ) -> None:
-        message = self._protection(shard, targets, counted=counted)
+        message = self._protect(shard, targets, counted=counted)
         deadline_s = time.monotonic() + self._config.save_timeout_s
         agent = self._cluster.agent
         self._watcher.follow(
             Following(handle, shard, deadline_s, lambda: agent.protect(message), counted)
         )
 
-    def _protection(
+    def _protect(
         self, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
     ) -> wire.Protect:
         code = self._cluster.placement.code
@@ -304,7 +304,7 @@ class Checkpointer:
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         self._ticket = Ticket(
             header=self._header(shard, 0),
-            protection=self._protection(shard, self._targets(), counted=True),
+            protection=self._protect(shard, self._targets(), counted=True),
             agent=self._cluster.agent,
             peers=tuple(self._cluster.peers.values()),
             node=self._as_it_was(),
@@ -321,7 +321,7 @@ class Checkpointer:
         """
         if self._latest is not None:
             self._latest.wait_done(self._config.save_timeout_s)
-        order, found = self._restorer().find(step=step)
+        order, found = self._restorer().find(Wanted(step))
         self._begin(order)
         self._parent = found.generation if found else None
         return found
@@ -333,14 +333,18 @@ class Checkpointer:
         state: dict[str, Any],
         *,
         step: int | None = None,
+        generation: Generation | str | None = None,
         resume: Literal["auto", "required"] = "auto",
     ) -> Restored | None:
         """Bring ``state`` back to the newest generation that survives; None if there never was one.
 
         All ranks call it, and all take the same generation: one whose bytes cannot be proven on
         some rank is refused and the next older one is taken. Nothing in ``state`` changes before
-        every rank has its shard in memory, proven, and checked against the state. ``step``
-        restores that step instead of the newest.
+        every rank has its shard in memory, proven, and checked against the state.
+
+        ``step`` (its newest timeline) or ``generation`` (as a status or a plan spells it) restores
+        that one instead of the newest: a roll-back. What is newer is abandoned by it: later
+        restarts do not take it, even if they happen before the next save, except by name.
 
         Any number of ranks may restore, on any mesh and with any placements: DTensors are cut anew,
         plain tensors are made of them and they of plain tensors. On another number of ranks than
@@ -356,9 +360,15 @@ class Checkpointer:
         """
         if resume not in ("auto", "required"):
             raise InvalidConfig(f'resume={resume!r} is neither "auto" nor "required"')
+        if step is not None and generation is not None:
+            raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
+        if isinstance(generation, str):
+            generation = Generation.parse(generation)
         if self._latest is not None:
             self._latest.wait_done(self._config.save_timeout_s)
-        order, restored = self._restorer().run(state, step=step, required=resume == "required")
+        order, restored = self._restorer().run(
+            state, Wanted(step, generation), required=resume == "required"
+        )
         self._begin(order)
         if restored is not None:
             self._parent = restored.generation
@@ -372,6 +382,7 @@ class Checkpointer:
             self._cluster,
             self._slots,
             number=self._restores,
+            after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
         )
 

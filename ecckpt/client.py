@@ -130,9 +130,9 @@ class AgentClient:
         """Tell an agent that a generation is safe everywhere."""
         self._post(wire.Done, run, "commit", wire.Commit(run, generation))
 
-    def fence(self, run: str, timeline: int, restored: Generation | None = None) -> None:
+    def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""
-        self._post(wire.Done, run, "fence", wire.Fence(run, timeline, restored))
+        self._post(wire.Done, message.run, "fence", message)
 
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
         """Bring a shard to the agent's node (only from there)."""

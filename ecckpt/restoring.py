@@ -27,6 +27,7 @@ from ecckpt.codec import Codec
 from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
+from ecckpt.lineage import RollBack
 from ecckpt.placement import Placement, plan_repair
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
@@ -113,6 +114,19 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a restore was asked for by name; neither: the newest."""
+
+    step: int | None = None
+    generation: Generation | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether somebody chose: later restarts then do not go beyond it by themselves."""
+        return self.step is not None or self.generation is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Who takes part: this rank's agent, all nodes, and where fragments go.
 
@@ -149,7 +163,14 @@ class Restorer:
     """Restores for one rank; ``number`` tells apart several restores of one session."""
 
     def __init__(
-        self, meeting: Meeting, cluster: Cluster, slots: Slots, *, number: int, timeout_s: float
+        self,
+        meeting: Meeting,
+        cluster: Cluster,
+        slots: Slots,
+        *,
+        number: int,
+        after: int,
+        timeout_s: float,
     ) -> None:
         self._meeting = meeting
         self._cluster = cluster
@@ -164,10 +185,12 @@ class Restorer:
         self._refused: dict[Generation, str] = {}
         self._relaid: set[Generation] = set()
         self._silent: dict[str, str] = {}
+        self._after = after
         self._timeline = 0
+        self._roll_backs: tuple[RollBack, ...] = ()
 
     def run(
-        self, state: dict[str, Any], *, step: int | None, required: bool
+        self, state: dict[str, Any], wanted: Wanted, *, required: bool
     ) -> tuple[Order, Restored | None]:
         """Restore into ``state``; returns the order carried out and what was restored, if anything.
 
@@ -176,9 +199,9 @@ class Restorer:
         """
         started_s = time.monotonic()
         for attempt in range(1000):
-            order = self._order(attempt, step)
+            order = self._order(attempt, wanted)
             if order.header is None:
-                if order.rejected or required or step is not None:
+                if order.rejected or required or wanted.named:
                     raise NothingToRestore(
                         self._cluster.run,
                         order.rejected,
@@ -186,21 +209,21 @@ class Restorer:
                     )
                 return order, None
             brought, outcome = self._prepare(order, state)
-            if self._verdict(attempt, order.header.shard.generation, outcome):
+            if self._verdict(attempt, order.header.shard.generation, outcome, wanted):
                 assert brought is not None
                 load(state, brought.shard)
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
-    def find(self, *, step: int | None) -> tuple[Order, Found | None]:
+    def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
         """Choose, and leave the reading to somebody else: no bytes are looked at here."""
-        order = self._order(0, step, whole=True)
+        order = self._order(0, wanted, whole=True)
         if order.header is None:
-            if order.rejected or step is not None:
+            if order.rejected or wanted.named:
                 raise NothingToRestore(self._cluster.run, order.rejected)
             return order, None
         generation = order.header.shard.generation
-        assert self._verdict(0, generation, _Outcome("ok", ""))
+        assert self._verdict(0, generation, _Outcome("ok", ""), wanted)
         return order, Found(
             generation,
             order.header.world_size,
@@ -213,13 +236,18 @@ class Restorer:
 
     # -- rank 0 -----------------------------------------------------------------------------------
 
-    def _order(self, attempt: int, step: int | None, *, whole: bool = False) -> Order:
+    def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
             plan = plan_recovery(
-                self._cluster.run, self._inventories(), step=step, refused=self._refused
+                self._cluster.run,
+                self._inventories(),
+                step=wanted.step,
+                generation=wanted.generation,
+                refused=self._refused,
             )
+            self._roll_backs = plan.roll_backs
             return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
@@ -230,8 +258,11 @@ class Restorer:
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
         found = plan_recovery(self._cluster.run, self._inventories())
-        timeline = found.newest_timeline + 1
-        self._each_peer(lambda peer: peer.fence(self._cluster.run, timeline))
+        # Nor one that this session has had: where all agents forgot, its saves are still counted
+        # in the store, and a save of the same name would be taken for one of them.
+        timeline = max(found.newest_timeline, self._after) + 1
+        fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
+        self._each_peer(lambda peer: peer.fence(fence))
         return timeline
 
     def _inventories(self) -> list[Inventory]:
@@ -388,7 +419,9 @@ class Restorer:
             )
         return payload
 
-    def _verdict(self, attempt: int, generation: Generation, outcome: _Outcome) -> bool:
+    def _verdict(
+        self, attempt: int, generation: Generation, outcome: _Outcome, wanted: Wanted
+    ) -> bool:
         def lead(payloads: list[bytes]) -> Sequence[bytes]:
             outcomes = [wire.unpack(_Outcome, payload) for payload in payloads]
             mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
@@ -402,9 +435,11 @@ class Restorer:
                 self._refused[generation] = "; ".join(bad[:4])
                 _log.warning("generation %s refused: %s", generation, self._refused[generation])
             elif not relaid:
-                self._each_peer(
-                    lambda peer: peer.fence(self._cluster.run, self._timeline, generation)
+                went_back = (RollBack(self._timeline, generation),) if wanted.named else ()
+                fence = wire.Fence(
+                    self._cluster.run, self._timeline, generation, self._roll_backs + went_back
                 )
+                self._each_peer(lambda peer: peer.fence(fence))
             return [b"" if bad or relaid else b"go"] * len(payloads)
 
         tag = f"{self._tag}/{attempt}/verdict"

@@ -19,8 +19,9 @@ import msgpack
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.lineage import RollBack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 
@@ -167,12 +168,14 @@ class Commit:
 class Fence:
     """Refuse all writers of older timelines from now on.
 
-    ``restored`` is the generation the new timeline continues, once that is known.
+    ``restored`` is the generation the new timeline continues, once that is known; ``roll_backs``
+    are all that the sender knows of, so that an agent which was not there learns them.
     """
 
     run: str
     timeline: int
     restored: Generation | None
+    roll_backs: tuple[RollBack, ...]
 
 
 @dataclass(frozen=True, slots=True)
