@@ -5,9 +5,12 @@ import math
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from test_opening import opened, random, same
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -442,3 +446,73 @@ def test_an_agent_or_a_rank_that_is_killed(tmp_path):
         heard, none = run_ranks(tmp_path, 2, act)
         assert none is None
         assert heard[1][0] == "AgentUnreachable"
+
+
+# -- as users run it ------------------------------------------------------------------------------
+
+
+def example():
+    """The program of the documentation."""
+    text = (Path(__file__).parent.parent / "docs" / "DCP.md").read_text()
+    return text.split("```python\n")[1].split("```")[0]
+
+
+@pytest.mark.long
+def test_the_example_of_the_documentation(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(example() + "\nprint('started at', first, flush=True)\n")
+    with LocalCluster(nodes=1) as cluster:
+        settings = {"ECCKPT_ROOT": str(cluster.root(cluster.nodes[0])), "OMP_NUM_THREADS": "1"}
+        for ranks, first in ((2, 0), (2, 10), (1, 20)):
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            done = subprocess.run(
+                [*command, f"--nproc-per-node={ranks}", str(program)],
+                env=os.environ | settings,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=100,
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert done.stdout.count(f"started at {first}") == ranks
+
+
+@pytest.mark.long
+def test_saves_in_dcps_process_queue_and_are_committed(tmp_path):
+    process = AsyncCheckpointerType.PROCESS
+    with LocalCluster(nodes=4) as cluster:
+
+        def act(rank):
+            with checkpointer(cluster, "process", rank, save_timeout_s=60.0) as one:
+                Reader(one)
+                futures = []
+                for step in range(1, 4):
+                    writer = Writer(one, step)
+                    state = world_state(2, seed=step)
+                    futures.append(
+                        dcp.async_save(
+                            state, storage_writer=writer, async_checkpointer_type=process
+                        )
+                    )
+                for future in futures:
+                    future.result(60)
+                writer = Writer(one, 4)
+                bad = dcp.async_save(
+                    {"one": rank}, storage_writer=writer, async_checkpointer_type=process
+                )
+                with pytest.raises(CheckpointException) as caught:
+                    bad.result(60)
+                with pytest.raises(errors.WrongOrder, match="a second time"):
+                    dcp.async_save({}, storage_writer=writer, async_checkpointer_type=process)
+                dcp.save(world_state(2, seed=5), storage_writer=Writer(one, 5))
+                return str(causes(caught)[0])
+
+        heard = run_ranks(tmp_path, 2, act, timeout_s=100)
+        assert "one: not the same on rank 0 and rank 1" in heard[0]
+        assert heard[0] == heard[1]
+        cluster.kill(*cluster.nodes[:2])
+        with checkpointer(cluster, "process", 2, code="auto") as one:
+            reader = Reader(one)
+            assert reader.step == 5
+            full = _load_state_dict_from_keys(storage_reader=reader)
+            assert same(full["model"]["uneven"], random(13, 7, seed=51))
