@@ -1,8 +1,9 @@
 """What a training program uses: Checkpointer, with save, restore and close.
 
-The save path, downwards: ``save`` plans the shard (state/), reserves a slot at the node's agent,
-copies the state into it and returns. The agent (agent/protect.py) encodes the slot and has peers
-hold the fragments; ``saving.Watcher`` sees that through and commits.
+The save path, downwards: ``save`` plans the shard (state/), takes the slot that was reserved at the
+node's agent after the save before (reserving.py), copies the state into it and returns. The agent
+(agent/protect.py) encodes the slot and has peers hold the fragments; ``saving.Watcher`` sees that
+through and commits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from ecckpt import agents as node_agents
 from ecckpt import wire
 from ecckpt.config import ClusterConfig, NodeConfig
 from ecckpt.errors import (
-    AgentUnreachable,
     EcckptError,
     InvalidConfig,
     MemoryBudgetTooSmall,
@@ -36,6 +36,7 @@ from ecckpt.joining import join
 from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
+from ecckpt.reserving import Reserver, while_alive
 from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
@@ -49,6 +50,9 @@ _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
+
+# One core does not fill the memory's bandwidth, and others are idle while the program waits.
+_COPY_THREADS = 4
 
 
 class Checkpointer:
@@ -107,6 +111,7 @@ class Checkpointer:
             self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
+        self._reserver = Reserver(self._cluster.agent, self._slots, self._revive_agent)
         self._watcher = Watcher(
             self._meeting, self._cluster.agent, list(self._cluster.peers.values())
         )
@@ -117,6 +122,7 @@ class Checkpointer:
         self._latest: SaveHandle | None = None
         self._ticket: Ticket | None = None
         self._last_step: int | None = None
+        self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
         self._closed = False
         atexit.register(self.close)
@@ -150,9 +156,11 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any]) -> SaveHandle:
         """Take a snapshot of ``state`` and return; protecting it goes on in the background.
 
-        As soon as this returns the state may change. There is no collective and no network here;
-        only if this rank's previous save is not finished does it wait for that one first, so that
-        memory stays bounded. What goes wrong is in the handle (with ``strict`` it is raised) and
+        As soon as this returns the state may change. There is no collective and no network here,
+        and mostly not even a word with this node's agent, which has a slot ready from before. Only
+        the first save, one that needs a larger slot, and one whose predecessor is not finished
+        wait for the agent (so memory stays bounded), and for about two seconds if it is silent.
+        What goes wrong is in the handle (with ``strict``, what goes wrong in here is raised) and
         costs no older generation; an unusable state or budget is raised at the first save.
         """
         generation = Generation(self._check_order(step), step, self._meeting.session)
@@ -191,36 +199,59 @@ class Checkpointer:
             else:
                 self._given_up.append(self._ticket.shard.generation)
             self._ticket = None
-        previous = self._latest
+        previous = self._in_flight
         if previous is None:
             return
-        if not previous.wait_done(self._config.save_timeout_s):
+        timeout_s = self._config.save_timeout_s
+        if not while_alive(self._cluster.agent, previous.wait_done, timeout_s=timeout_s):
             raise SaveTimedOut(f"the save of step {previous.step} is still not finished")
-        if previous.error is None:
-            self._given_up.clear()
-        elif previous.generation is not None:
-            self._given_up.append(previous.generation)
+        self._in_flight = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
         plan = plan_shard(state, previous=self._plan)
         header = self._header(shard, plan.shard_bytes)
-        slot = self._cluster.agent.reserve(
-            wire.Reserve(
-                header=header,
-                memory_bytes=self._cluster.memory_bytes,
-                local_ranks=self._local_ranks,
-                holders=self._cluster.placement.code.holders,
-                discard=tuple(self._given_up),
-            )
-        )
-        payload = self._slots.payload(slot)
-        plan.write(payload[: plan.shard_bytes])
+        slot = self._reserver.take(self._wish(header))
+        payload = self._slots.payload(slot, header.payload_bytes)
+        plan.write(payload[: plan.shard_bytes], threads=_COPY_THREADS)
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
         handle.shard_bytes = plan.shard_bytes
         handle.mark_staged()
         self._plan = plan
-        self._follow(handle, shard, self._targets(), counted=True)
+        self._in_flight = handle
+        message = self._protect(shard, self._targets(), counted=True)
+
+        def start() -> None:
+            self._cluster.agent.stage(wire.Stage(header, slot.region))
+            self._cluster.agent.protect(message)
+
+        self._watcher.follow(
+            Following(
+                handle, shard, self._deadline_s(), start, True, lambda e: self._ended(header, e)
+            )
+        )
+
+    def _wish(self, header: Header) -> wire.Reserve:
+        return wire.Reserve(
+            header=header,
+            memory_bytes=self._cluster.memory_bytes,
+            local_ranks=self._local_ranks,
+            holders=self._cluster.placement.code.holders,
+            discard=tuple(self._given_up),
+        )
+
+    def _ended(self, header: Header, error: EcckptError | None) -> None:
+        """A save has committed or failed: have a slot for the next, which will be about as large.
+
+        Called by the watcher's thread, while the handle still keeps ``save`` from going on.
+        """
+        if header.shard.generation.timeline != self._timeline:
+            return
+        if error is None:
+            self._given_up.clear()
+        else:
+            self._given_up.append(header.shard.generation)
+        self._reserver.ahead(self._wish(header))
 
     def _header(self, shard: ShardId, shard_bytes: int) -> Header:
         code = self._cluster.placement.code
@@ -245,16 +276,6 @@ class Checkpointer:
             wire.Target(index, node, peers[node].address) for index, node in enumerate(holders)
         )
 
-    def _follow(
-        self, handle: SaveHandle, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
-    ) -> None:
-        message = self._protect(shard, targets, counted=counted)
-        deadline_s = time.monotonic() + self._config.save_timeout_s
-        agent = self._cluster.agent
-        self._watcher.follow(
-            Following(handle, shard, deadline_s, lambda: agent.protect(message), counted)
-        )
-
     def _protect(
         self, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
     ) -> wire.Protect:
@@ -269,14 +290,15 @@ class Checkpointer:
             discard=tuple(self._given_up),
         )
 
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._config.save_timeout_s
+
     def _not_saved(
         self, handle: SaveHandle, shard: ShardId, error: Exception, *, raised: bool
     ) -> None:
         known = error if isinstance(error, EcckptError) else EcckptError(f"{shard}: {error}")
         handle.finish(known)
         self._watcher.abandon(shard)
-        if isinstance(error, AgentUnreachable):
-            self._watcher.call(self._revive_agent)
         if raised or self._strict:
             self._latest = handle
             raise known
@@ -319,8 +341,8 @@ class Checkpointer:
         What ``restore`` does, but for the reading: None if there never was a generation. All ranks
         call it. Raises ``NothingToRestore``, ``RankTimeout``.
         """
-        if self._latest is not None:
-            self._latest.wait_done(self._config.save_timeout_s)
+        if self._in_flight is not None:
+            self._in_flight.wait_done(self._config.save_timeout_s)
         order, found = self._restorer().find(Wanted(step))
         self._begin(order)
         self._parent = found.generation if found else None
@@ -364,8 +386,8 @@ class Checkpointer:
             raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
         if isinstance(generation, str):
             generation = Generation.parse(generation)
-        if self._latest is not None:
-            self._latest.wait_done(self._config.save_timeout_s)
+        if self._in_flight is not None:
+            self._in_flight.wait_done(self._config.save_timeout_s)
         order, restored = self._restorer().run(
             state, Wanted(step, generation), required=resume == "required"
         )
@@ -388,7 +410,7 @@ class Checkpointer:
 
     def _begin(self, order: Order) -> None:
         self._timeline = order.timeline
-        self._latest = self._ticket = self._last_step = None
+        self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
 
     def _protect_again(self, order: Order, restored: Restored) -> None:
@@ -398,7 +420,11 @@ class Checkpointer:
             handle.finish()
             return
         handle.mark_staged()
-        self._follow(handle, order.header.shard, order.repair, counted=False)
+        shard, agent = order.header.shard, self._cluster.agent
+        message = self._protect(shard, order.repair, counted=False)
+        self._watcher.follow(
+            Following(handle, shard, self._deadline_s(), lambda: agent.protect(message), False)
+        )
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -413,6 +439,7 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         self._watcher.close()
+        self._reserver.close()
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
             raise self._latest.error

@@ -66,10 +66,11 @@ class Ticket:
                 discard=self.protection.discard,
             )
         )
-        payload = slots.payload(slot)
+        payload = slots.payload(slot, header.payload_bytes)
         plan.write(payload[: plan.shard_bytes])
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
+        self.agent.stage(wire.Stage(header, slot.region))
 
     def protect(self) -> wire.Progress:
         """Have the staged shard coded and spread, and wait until it has its redundancy.
