@@ -211,7 +211,7 @@ class Watcher:
             case Tell(everybody=True):
                 # One after another: a program that is ending can start no threads.
                 for peer in (self._agent, *self._peers):
-                    _tell(peer, shard)
+                    tell_committed(peer, shard)
             case Tell():
                 self._agent.commit(shard.run, shard.generation)
             case GiveUp():
@@ -235,7 +235,8 @@ class Watcher:
             return True
 
 
-def _tell(peer: AgentClient, shard: ShardId) -> None:
+def tell_committed(peer: AgentClient, shard: ShardId) -> None:
+    """Tell an agent, without much patience: one that misses it learns it from the next commit."""
     try:
         replace(peer, timeout_s=_COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
     except (EcckptError, OSError) as error:
