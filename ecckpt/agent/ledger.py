@@ -73,6 +73,12 @@ class Ledger:
         """What should be written down of it now."""
         return Notes(self.fence, self.committed, self.restored, self.roll_backs)
 
+    def recall(self, notes: Notes) -> None:
+        """Take over what an earlier process wrote down."""
+        self.fence, self.committed, self.restored = notes.fence, notes.committed, notes.restored
+        self.learn(notes.roll_backs)
+        self.noted = self.notes
+
     def check(self, writer: int) -> None:
         """Raise ``Fenced`` for a writer of an older timeline."""
         if writer < self.fence:
@@ -166,6 +172,17 @@ class Ledger:
                 shard.generation != self.committed
                 or abandoned_by(shard.generation, self.roll_backs)
             )
+        ]
+
+    def leftover(self) -> list[Entry]:
+        """What else older timelines have left: neither committed nor gone on from."""
+        if self.restored is None:
+            return []
+        return [
+            entry
+            for (shard, _), entry in self.entries.items()
+            if shard.generation.timeline < self.fence
+            and shard.generation not in (self.committed, self.restored)
         ]
 
     def _sealed(self) -> Iterator[Entry]:

@@ -92,17 +92,18 @@ class Shelf:
         if int.from_bytes(raw[:4], "little") != crc32c(raw[4:]):
             raise CorruptFragment(f"{path}: run state fails its CRC32C")
         fields: dict[str, Any] = msgpack.unpackb(raw[4:])
-        ledger = ledgers.of(path.stem)
         if type(fields.get("fence")) is not int:
             raise InvalidMessage(f"{path}: no fence in it")
-        ledger.fence = fields["fence"]
-        ledger.committed = Generation.parse(fields["committed"]) if fields["committed"] else None
-        ledger.restored = Generation.parse(fields["restored"]) if fields["restored"] else None
-        ledger.learn(
-            RollBack(int(timeline), Generation.parse(target))
-            for timeline, target in fields.get("roll_backs", ())
+        notes = Notes(
+            fields["fence"],
+            Generation.parse(fields["committed"]) if fields["committed"] else None,
+            Generation.parse(fields["restored"]) if fields["restored"] else None,
+            tuple(
+                RollBack(int(timeline), Generation.parse(target))
+                for timeline, target in fields.get("roll_backs", ())
+            ),
         )
-        ledger.noted = ledger.notes
+        ledgers.of(path.stem).recall(notes)
 
     def _adopt_region(self, path: Path, ledgers: Ledgers) -> None:
         with path.open("rb") as file:
