@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ecckpt import agents as node_agents
 from ecckpt import wire
 from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     AgentUnreachable,
     EcckptError,
@@ -190,7 +191,7 @@ class Checkpointer:
             )
         )
         payload = self._slots.payload(slot)
-        plan.write(payload[: plan.shard_bytes])
+        plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
         handle.shard_bytes = plan.shard_bytes
