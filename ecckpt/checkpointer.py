@@ -1,8 +1,9 @@
 """What a training program uses: Checkpointer, with save, restore and close.
 
-The save path, downwards: ``save`` plans the shard (state/), reserves a slot at the node's agent,
-copies the state into it and returns. The agent (agent/protect.py) encodes the slot and has peers
-hold the fragments; ``saving.Watcher`` sees that through and commits.
+The save path, downwards: ``save`` plans the shard (state/), takes the slot that was reserved at the
+node's agent after the save before (reserving.py), copies the state into it and returns. The agent
+(agent/protect.py) encodes the slot and has peers hold the fragments; ``saving.Watcher`` sees that
+through and commits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ecckpt import wire
 from ecckpt.config import ClusterConfig, NodeConfig
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
-    AgentUnreachable,
     EcckptError,
     InvalidConfig,
     MemoryBudgetTooSmall,
@@ -37,6 +37,7 @@ from ecckpt.joining import join
 from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
+from ecckpt.reserving import Reserver, while_alive
 from ecckpt.restoring import Order, Restored, Restorer, Wanted
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
@@ -107,6 +108,7 @@ class Checkpointer:
             self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
+        self._reserver = Reserver(self._cluster.agent, self._slots, self._revive_agent)
         self._watcher = Watcher(
             self._meeting, self._cluster.agent, list(self._cluster.peers.values())
         )
@@ -115,6 +117,7 @@ class Checkpointer:
         self._parent: Generation | None = None
         self._plan: ShardPlan | None = None
         self._latest: SaveHandle | None = None
+        self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
         self._closed = False
         atexit.register(self.close)
@@ -138,9 +141,11 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any]) -> SaveHandle:
         """Take a snapshot of ``state`` and return; protecting it goes on in the background.
 
-        As soon as this returns the state may change. There is no collective and no network here;
-        only if this rank's previous save is not finished does it wait for that one first, so that
-        memory stays bounded. What goes wrong is in the handle (with ``strict`` it is raised) and
+        As soon as this returns the state may change. There is no collective and no network here,
+        and mostly not even a word with this node's agent, which has a slot ready from before. Only
+        the first save, one that needs a larger slot, and one whose predecessor is not finished
+        wait for the agent (so memory stays bounded), and for about two seconds if it is silent.
+        What goes wrong is in the handle (with ``strict``, what goes wrong in here is raised) and
         costs no older generation; an unusable state or budget is raised at the first save.
         """
         if self._timeline is None:
@@ -168,36 +173,59 @@ class Checkpointer:
         return handle
 
     def _await_previous(self) -> None:
-        previous = self._latest
+        previous = self._in_flight
         if previous is None:
             return
-        if not previous.wait_done(self._config.save_timeout_s):
+        timeout_s = self._config.save_timeout_s
+        if not while_alive(self._cluster.agent, previous.wait_done, timeout_s=timeout_s):
             raise SaveTimedOut(f"the save of step {previous.step} is still not finished")
-        if previous.error is None:
-            self._given_up.clear()
-        elif previous.generation is not None:
-            self._given_up.append(previous.generation)
+        self._in_flight = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
         plan = plan_shard(state, previous=self._plan)
         header = self._header(shard, plan.shard_bytes)
-        slot = self._cluster.agent.reserve(
-            wire.Reserve(
-                header=header,
-                memory_bytes=self._cluster.memory_bytes,
-                local_ranks=self._local_ranks,
-                holders=self._cluster.placement.code.holders,
-                discard=tuple(self._given_up),
-            )
-        )
-        payload = self._slots.payload(slot)
+        slot = self._reserver.take(self._wish(header))
+        payload = self._slots.payload(slot, header.payload_bytes)
         plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
         handle.shard_bytes = plan.shard_bytes
         handle.mark_staged()
         self._plan = plan
-        self._follow(handle, shard, self._targets(), counted=True)
+        self._in_flight = handle
+        message = self._protect(shard, self._targets(), counted=True)
+
+        def start() -> None:
+            self._cluster.agent.stage(wire.Stage(header, slot.region))
+            self._cluster.agent.protect(message)
+
+        self._watcher.follow(
+            Following(
+                handle, shard, self._deadline_s(), start, True, lambda e: self._ended(header, e)
+            )
+        )
+
+    def _wish(self, header: Header) -> wire.Reserve:
+        return wire.Reserve(
+            header=header,
+            memory_bytes=self._cluster.memory_bytes,
+            local_ranks=self._local_ranks,
+            holders=self._cluster.placement.code.holders,
+            discard=tuple(self._given_up),
+        )
+
+    def _ended(self, header: Header, error: EcckptError | None) -> None:
+        """A save has committed or failed: have a slot for the next, which will be about as large.
+
+        Called by the watcher's thread, while the handle still keeps ``save`` from going on.
+        """
+        if header.shard.generation.timeline != self._timeline:
+            return
+        if error is None:
+            self._given_up.clear()
+        else:
+            self._given_up.append(header.shard.generation)
+        self._reserver.ahead(self._wish(header))
 
     def _header(self, shard: ShardId, shard_bytes: int) -> Header:
         code = self._cluster.placement.code
@@ -222,25 +250,22 @@ class Checkpointer:
             wire.Target(index, node, peers[node].address) for index, node in enumerate(holders)
         )
 
-    def _follow(
-        self, handle: SaveHandle, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
-    ) -> None:
+    def _protect(
+        self, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
+    ) -> wire.Protect:
         code = self._cluster.placement.code
-        least = min(code.k + self._config.min_margin, code.holders) if counted else 0
-        message = wire.Protect(
+        return wire.Protect(
             shard=shard,
             writer=self._timeline or 0,
             targets=targets,
-            min_fragments=least,
+            min_fragments=min(code.k + self._config.min_margin, code.holders) if counted else 0,
             memory_bytes=self._cluster.memory_bytes,
             timeout_s=0.5 * self._config.save_timeout_s,
             discard=tuple(self._given_up),
         )
-        deadline_s = time.monotonic() + self._config.save_timeout_s
-        agent = self._cluster.agent
-        self._watcher.follow(
-            Following(handle, shard, deadline_s, lambda: agent.protect(message), counted)
-        )
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._config.save_timeout_s
 
     def _not_saved(
         self, handle: SaveHandle, shard: ShardId, error: Exception, *, raised: bool
@@ -248,8 +273,6 @@ class Checkpointer:
         known = error if isinstance(error, EcckptError) else EcckptError(f"{shard}: {error}")
         handle.finish(known)
         self._watcher.abandon(shard)
-        if isinstance(error, AgentUnreachable):
-            self._watcher.call(self._revive_agent)
         if raised or self._strict:
             self._latest = handle
             raise known
@@ -299,8 +322,8 @@ class Checkpointer:
             raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
         if isinstance(generation, str):
             generation = Generation.parse(generation)
-        if self._latest is not None:
-            self._latest.wait_done(self._config.save_timeout_s)
+        if self._in_flight is not None:
+            self._in_flight.wait_done(self._config.save_timeout_s)
         restorer = Restorer(
             self._meeting,
             self._cluster,
@@ -314,7 +337,7 @@ class Checkpointer:
             state, Wanted(step, generation), required=resume == "required"
         )
         self._timeline = order.timeline
-        self._latest = None
+        self._latest = self._in_flight = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
         if restored is not None:
             self._parent = restored.generation
@@ -328,7 +351,11 @@ class Checkpointer:
             handle.finish()
             return
         handle.mark_staged()
-        self._follow(handle, order.header.shard, order.repair, counted=False)
+        shard, agent = order.header.shard, self._cluster.agent
+        message = self._protect(shard, order.repair, counted=False)
+        self._watcher.follow(
+            Following(handle, shard, self._deadline_s(), lambda: agent.protect(message), False)
+        )
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -343,6 +370,7 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         self._watcher.close()
+        self._reserver.close()
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
             raise self._latest.error

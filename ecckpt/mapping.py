@@ -37,7 +37,7 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     is a multiple of a huge page. Raises ``OSError``.
     """
     # Room for the alignment is taken first and the file mapped into it: nobody else gets between.
-    room_bytes = size_bytes + HUGE_PAGE_BYTES
+    room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_PAGE_BYTES
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     room = _map(None, room_bytes, 0, private, -1)
     address = -(-room // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -47,8 +47,10 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     except OSError:
         _libc.munmap(room, room_bytes)
         raise
+    _give_back(room, address)
+    _give_back(address + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, room + room_bytes)
     array = (ctypes.c_ubyte * size_bytes).from_address(address)
-    weakref.finalize(array, _libc.munmap, room, room_bytes).atexit = False
+    weakref.finalize(array, _libc.munmap, address, size_bytes).atexit = False
     return memoryview(array).cast("B")
 
 
@@ -77,6 +79,11 @@ def _map(address: int | None, size_bytes: int, protection: int, flags: int, file
     if found == _FAILED:
         raise OSError(ctypes.get_errno(), f"cannot map {size_bytes:,} bytes")
     return int(found)
+
+
+def _give_back(begin: int, end: int) -> None:
+    if end > begin:
+        _libc.munmap(begin, end - begin)
 
 
 def _advise(view: memoryview, advice: int) -> None:

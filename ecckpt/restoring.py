@@ -366,7 +366,7 @@ class Restorer:
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
         header = slot.header
-        payload = self._slots.payload(slot)
+        payload = self._slots.payload(slot, header.payload_bytes)
         size_bytes = header.fragment_bytes
         views = {
             index: payload[index * size_bytes : (index + 1) * size_bytes]

@@ -197,7 +197,14 @@ Action = Small | Answer | Large
 # -- events ---------------------------------------------------------------------------------------
 
 Request = (
-    wire.Reserve | wire.Protect | wire.Hold | wire.Held | wire.Commit | wire.Fence | wire.Fetch
+    wire.Reserve
+    | wire.Stage
+    | wire.Protect
+    | wire.Hold
+    | wire.Held
+    | wire.Commit
+    | wire.Fence
+    | wire.Fetch
 )
 
 

@@ -3,7 +3,7 @@
 A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
-    Reserve, Protect, Hold, Held, Commit, Fence, Fetch     requests (wire.py)
+    Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch     requests (wire.py)
     Finished, Failed, Due                                  ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
@@ -93,6 +93,8 @@ class Core:
         match request:
             case wire.Reserve():
                 actions = self._reserve(request)
+            case wire.Stage():
+                actions = self._stage(request)
             case wire.Protect():
                 actions = self._protector.start(request, now_s)
             case wire.Hold():
@@ -125,8 +127,8 @@ class Core:
         return [
             *self.ledgers.admit(run, header.shard.generation.timeline),
             *self.ledgers.discard(run, rank, message.discard),
-            *self.ledgers.retire(self.ledgers.of(run).unfinished(rank)),
-            Allocate(run, header.file_bytes, budget_bytes, f"a slot for {header.shard}", message),
+            *self.ledgers.clear(run, rank),
+            Allocate(run, header.file_bytes, budget_bytes, f"a slot for rank {rank}", message),
         ]
 
     def _reserved(self, message: wire.Reserve, region: Any) -> list[Action]:
@@ -135,8 +137,15 @@ class Core:
             self.ledgers.of(header.shard.run).admit(header.shard.generation.timeline)
         except Fenced as error:
             return [Recycle(header.shard.run, region), Refuse(error)]
-        entry = Entry(header, region, None)
-        return [*self.ledgers.enter(entry), Reply(slot_of(entry))]
+        older = self.ledgers.reserve(header.shard.run, header.shard.rank, region)
+        return [*older, Reply(slot_of(header, region))]
+
+    def _stage(self, message: wire.Stage) -> list[Action]:
+        header = message.header
+        run, timeline = header.shard.run, header.shard.generation.timeline
+        self.ledgers.look(run).check(timeline)
+        staged = self.ledgers.stage(header, message.region)
+        return [*staged, *self.ledgers.admit(run, timeline), Reply(wire.Done())]
 
     def _commit(self, message: wire.Commit) -> list[Action]:
         ledger = self.ledgers.of(message.run)
@@ -152,7 +161,7 @@ class Core:
         ledger.restored = message.restored or ledger.restored
         ledger.learn(message.roll_backs)
         return [
-            *self.ledgers.retire(ledger.unfinished() if newer else ()),
+            *(self.ledgers.clear(message.run) if newer else ()),
             *(self.ledgers.note(ledger, answers=True) or [Reply(wire.Done())]),
         ]
 
@@ -208,12 +217,20 @@ class Core:
         return actions
 
     def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
-        """Drop an abandoned timeline where the budget leaves no other way."""
+        """Drop what is least missed, where there is no other way.
+
+        That is an abandoned timeline, and slots that ranks of any run have reserved ahead: they may
+        have ended, and one that lives asks again.
+        """
         again = Allocate(
             action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
         )
         abandoned = self.ledgers.of(action.run).abandoned()
-        if not abandoned:
+        unused = self.ledgers.unused()
+        if not abandoned and not unused:
             return self._failed(again, error, now_s)
-        text = f"run {action.run}: dropped {len(abandoned)} files of an abandoned timeline"
-        return [*self.ledgers.retire(abandoned), Warn(text), again]
+        text = (
+            f"run {action.run}: dropped {len(abandoned)} files of an abandoned timeline and "
+            f"{len(unused)} slots that were reserved"
+        )
+        return [*unused, *self.ledgers.retire(abandoned), Warn(text), again]

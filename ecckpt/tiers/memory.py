@@ -20,19 +20,19 @@ from pathlib import Path
 
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.mapping import fault_in, map_file
+from ecckpt.tiers.hugepages import HugePages
 
-_MADV_POPULATE_WRITE = 23
 _ZEROS = bytes(1 << 20)
 _SLACK = 1.25
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Region:
     """One file of the tier, mapped for as long as the object lives."""
 
     path: Path
     size_bytes: int
-    map: mmap.mmap
     view: memoryview = field(repr=False)
 
     @property
@@ -55,6 +55,7 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._used_bytes: dict[str, int] = defaultdict(int)
         self._spare: dict[str, list[Region]] = defaultdict(list)
+        self._huge_pages = HugePages()
 
     def default_budget_bytes(self) -> int:
         """Half of the tmpfs: what a run may use unless told otherwise."""
@@ -107,6 +108,7 @@ class MemoryTier:
     def adopt(self, run: str, path: Path) -> Region:
         """Take over a region that an earlier agent left."""
         region = _map(path, path.stat().st_size)
+        self._huge_pages.want(region)
         with self._lock:
             self._used_bytes[run] += region.size_bytes
         return region
@@ -149,9 +151,11 @@ class MemoryTier:
         with self._lock:
             spares = [(run, spare) for run, kept in self._spare.items() for spare in kept]
             self._spare.clear()
-        for run, spare in spares:
-            self.discard(run, spare)
-        return len(spares)
+        count = len(spares)
+        while spares:
+            self.discard(*spares.pop())
+        self._huge_pages.let_go()
+        return count
 
     def _free_bytes(self) -> int:
         size = os.statvfs(self._folder)
@@ -177,6 +181,7 @@ class MemoryTier:
             os.close(descriptor)
         region = _map(path, size_bytes)
         _fault_in(region)
+        self._huge_pages.want(region)
         return region
 
 
@@ -203,13 +208,12 @@ def void(region: Region) -> None:
 
 def _map(path: Path, size_bytes: int) -> Region:
     with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), size_bytes)
-    return Region(path, size_bytes, mapped, memoryview(mapped))
+        return Region(path, size_bytes, map_file(file.fileno(), size_bytes))
 
 
 def _fault_in(region: Region) -> None:
     try:
-        region.map.madvise(_MADV_POPULATE_WRITE)
+        fault_in(region.view)
     except OSError:  # before Linux 5.14: writing does the same, slower
         for start in range(0, region.size_bytes, len(_ZEROS)):
             stop = min(start + len(_ZEROS), region.size_bytes)
