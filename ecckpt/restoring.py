@@ -29,7 +29,8 @@ from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateM
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack
-from ecckpt.placement import Placement, plan_repair
+from ecckpt.ordering import next_timeline, way_home
+from ecckpt.placement import Placement
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
     GenerationReport,
@@ -143,6 +144,23 @@ class Cluster:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A generation to continue from, which somebody else reads: where its shards are.
+
+    Every rank has all of them, in the order of the ``saved_by`` ranks that saved. ``peers`` may be
+    read from for ``timeout_s`` more, at any time.
+    """
+
+    generation: Generation
+    saved_by: int
+    margin: int
+    rejected: Mapping[str, str]
+    shards: tuple[ShardSources, ...]
+    peers: Peers
+    timeout_s: float
+
+
 class Restorer:
     """Restores for one rank, once; ``number`` tells apart several restores of one session."""
 
@@ -206,9 +224,28 @@ class Restorer:
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
+    def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
+        """Choose, and leave the reading to somebody else: no bytes are looked at here."""
+        order = self._order(0, wanted, whole=True)
+        if order.header is None:
+            if order.rejected or wanted.named:
+                raise NothingToRestore(self._cluster.run, order.rejected)
+            return order, None
+        generation = order.header.shard.generation
+        assert self._verdict(0, generation, _Outcome("ok", ""), wanted)
+        return order, Found(
+            generation,
+            order.header.world_size,
+            order.margin,
+            order.rejected,
+            order.shards,
+            self._reading_peers(),
+            0.8 * self._timeout_s,
+        )
+
     # -- rank 0 -----------------------------------------------------------------------------------
 
-    def _order(self, attempt: int, wanted: Wanted) -> Order:
+    def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
@@ -220,7 +257,7 @@ class Restorer:
                 refused=self._refused,
             )
             self._roll_backs = plan.roll_backs
-            return [wire.pack(order) for order in self._orders(plan)]
+            return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
             f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
@@ -230,9 +267,7 @@ class Restorer:
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
         found = plan_recovery(self._cluster.run, self._inventories())
-        # Nor one that this session has had: where all agents forgot, its saves are still counted
-        # in the store, and a save of the same name would be taken for one of them.
-        timeline = max(found.newest_timeline, self._after) + 1
+        timeline = next_timeline(found, self._after)
         fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
         self._each_peer(lambda peer: peer.fence(fence))
         return timeline
@@ -253,7 +288,7 @@ class Restorer:
                 _log.warning("node %s: %s", node, error)
         return answers
 
-    def _orders(self, plan: RecoveryPlan) -> list[Order]:
+    def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
         world_size = self._meeting.world_size
         rejected = {
             name: next((why for each, why in self._refused.items() if str(each) == name), why)
@@ -264,7 +299,7 @@ class Restorer:
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
             nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
             return [nothing] * world_size
-        if plan.chosen.world_size != world_size:
+        if whole or plan.chosen.world_size != world_size:
             return [self._order_to_reshape(plan.chosen, rejected)] * world_size
         orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
         if plan.chosen.generation in self._relaid:
@@ -273,31 +308,15 @@ class Restorer:
         return orders
 
     def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
-        assert shard.header is not None
-        header = shard.header.at(HOME)
-        home = self._cluster.homes[shard.rank]
         address = {node: peer.address for node, peer in self._cluster.peers.items()}
-        sources = []
-        for index in range(header.n):
-            copies = shard.homes if index < header.k else ()
-            nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
-            if nodes:
-                sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-        placement = self._cluster.placement
-        missing = plan_repair(
-            home=home,
-            indices=header.n if placement.code.holders else 0,
-            present=shard.fragments,
-            holders=placement.holders[home],
-            nodes=placement.holders,
-        )
-        targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
+        home = self._cluster.homes[shard.rank]
+        way = way_home(shard, home, self._cluster.placement, address)
         return Order(
             self._timeline,
-            replace(header, home=home),
-            home in shard.homes,
-            tuple(sources),
-            tuple(targets),
+            way.header,
+            way.local,
+            way.sources,
+            way.repair,
             shard.margin,
             rejected,
             (),
@@ -337,15 +356,17 @@ class Restorer:
 
     def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
         rank, ranks = self._meeting.rank, self._meeting.world_size
-        peers = Peers(
-            clients=self._peers,
-            near=self._cluster.home.node,
-            spread=rank,
-            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
-        )
-        made = reshape_from(order.shards, peers, state, rank=rank, ranks=ranks)
+        made = reshape_from(order.shards, self._reading_peers(), state, rank=rank, ranks=ranks)
         return _Brought(
             made.shard, "peers", made.pulled_bytes, made.rebuilt_fragments, made.reseeded
+        )
+
+    def _reading_peers(self) -> Peers:
+        return Peers(
+            clients=self._peers,
+            near=self._cluster.home.node,
+            spread=self._meeting.rank,
+            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
         )
 
     def _from_home(self, order: Order) -> memoryview | None:
