@@ -34,7 +34,7 @@ from ecckpt.fragment import (
     parse_table,
 )
 from ecckpt.generation import Generation, ShardId, check_name
-from ecckpt.tiers.memory import MemoryTier, Region
+from ecckpt.tiers.memory import MemoryTier, Region, whole_pages
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Shelf:
         self._states.mkdir(mode=0o700, exist_ok=True)
         self._ledgers: dict[str, Ledger] = {}
         self._rejected: dict[str, str] = {}
+        self._noted: dict[str, int] = {}  # the fences that are on file
         self._adopt()
 
     def runs(self) -> list[str]:
@@ -73,9 +74,11 @@ class Shelf:
     def admit(self, run: str, writer: int) -> None:
         """Let a writer of that timeline in, or raise ``Fenced``; remembers the newest one."""
         with self.changed:
-            if self.ledger(run).admit(writer):
-                self._retire(self.ledger(run).unfinished())
+            ledger = self.ledger(run)
+            # Unlike in memory, writing it down may have failed before, and has to be made up for.
+            if ledger.admit(writer) or self._noted.get(run) != ledger.fence:
                 self._remember(run)
+                self._retire(ledger.unfinished())
 
     def fence(self, run: str, timeline: int, restored: Generation | None) -> None:
         """``admit``, and note what the new timeline continues."""
@@ -211,19 +214,25 @@ class Shelf:
         draft = path.with_suffix(".draft")
         draft.write_bytes(crc32c(body).to_bytes(4, "little") + body)
         draft.replace(path)
+        self._noted[run] = ledger.fence
 
     def _adopt(self) -> None:
         for path in sorted(self._states.glob("*.state")):
-            self._guarded(path, self._adopt_state)
+            # Without the fence that is on file, older writers would be let in: better not begin.
+            self._guarded(path, self._adopt_state, fatal=(OSError,))
         for path in self.tier.found():
             self._guarded(path, self._adopt_region)
 
-    def _guarded(self, path: Path, adopt: Callable[[Path], None]) -> None:
-        """What cannot be adopted is left where it is and named, never deleted, never fatal."""
+    def _guarded(
+        self, path: Path, adopt: Callable[[Path], None], *, fatal: tuple[type[Exception], ...] = ()
+    ) -> None:
+        """What cannot be adopted is left where it is and named, never deleted."""
         try:
             if not path.is_file():
                 raise InvalidMessage(f"{path.name} is no regular file")
             adopt(path)
+        except fatal:
+            raise
         except Exception as error:
             self._rejected[path.name] = str(error)
             _log.warning("not adopted: %s: %s", path, error)
@@ -237,7 +246,7 @@ class Shelf:
         ledger = self.ledger(path.stem)
         if type(fields.get("fence")) is not int:
             raise InvalidMessage(f"{path}: no fence in it")
-        ledger.fence = fields["fence"]
+        ledger.fence = self._noted[ledger.run] = fields["fence"]
         ledger.committed = Generation.parse(fields["committed"]) if fields["committed"] else None
         ledger.restored = Generation.parse(fields["restored"]) if fields["restored"] else None
 
@@ -270,9 +279,10 @@ def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:
     Two generations of home copies and of as many peers' fragments as it sends out, and the parity
     of the save in progress.
     """
-    fragments_bytes = holders * header.at(0).file_bytes
-    parity_bytes = SUPERBLOCK_BYTES + header.m * header.fragment_bytes
-    return local_ranks * (2 * header.at(HOME).file_bytes + parity_bytes + 2 * fragments_bytes)
+    fragments_bytes = holders * whole_pages(header.at(0).file_bytes)
+    parity_bytes = whole_pages(SUPERBLOCK_BYTES + header.m * header.fragment_bytes)
+    home_bytes = whole_pages(header.at(HOME).file_bytes)
+    return local_ranks * (2 * home_bytes + parity_bytes + 2 * fragments_bytes)
 
 
 def _name(index: int) -> str:

@@ -73,7 +73,7 @@ class MemoryTier:
         the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
         as before.
         """
-        size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size_bytes = whole_pages(size_bytes)
         with self._lock:
             region = self._take_spare(run, size_bytes)
             if region is None:
@@ -178,6 +178,11 @@ class MemoryTier:
         region = _map(path, size_bytes)
         _fault_in(region)
         return region
+
+
+def whole_pages(size_bytes: int) -> int:
+    """What a region of that many bytes occupies."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def private_folder(path: Path) -> Path:
