@@ -201,7 +201,12 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
     chosen = plan.chosen
     if arguments.json:
         rows = [
-            {"generation": str(report.generation), "state": report.state, "margin": report.margin}
+            {
+                "generation": str(report.generation),
+                "state": report.state,
+                "margin": report.margin,
+                "abandoned": report.abandoned is not None,
+            }
             for report in plan.generations
         ]
         print(

@@ -219,6 +219,7 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
     agents: Sequence[str],
     *,
     step: int | None = None,
+    generation: Generation | str | None = None,
     token: str = "",
     timeout_s: float = 10.0,
 ) -> Opened:
@@ -228,7 +229,8 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
         run: name of the training job.
         agents: addresses of its nodes' agents (``host:port``), all that are known: what none of
             these holds is taken for lost. Those that do not answer are passed over.
-        step: open this step instead of the newest.
+        step, generation: open this step (its newest timeline), or this generation, instead of the
+            newest.
         token: the agents' credential, if they have one.
         timeout_s: for each request. A node that misses it once is not asked again.
 
@@ -244,7 +246,10 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
         raise InvalidConfig("no agents to ask", hint="host:port of at least one")
     clients = [AgentClient(address, token, timeout_s) for address in dict.fromkeys(addresses)]
     found, silent = _inventories(run, clients)
-    plan = plan_recovery(run, [inventory for inventory, _ in found.values()], step=step)
+    if isinstance(generation, str):
+        generation = Generation.parse(generation)
+    inventories = [inventory for inventory, _ in found.values()]
+    plan = plan_recovery(run, inventories, step=step, generation=generation)
     if plan.chosen is None:
         missing = {f"agent {address}": why for address, why in silent.items()}
         raise NothingToRestore(run, plan.rejected() | dict(plan.ruins) | missing)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
+from ecckpt.lineage import RollBack, abandoned_by, in_force
 
 Class = Literal["complete", "recoverable", "lost"]
 
@@ -26,6 +27,7 @@ class Inventory:
     headers: tuple[Header, ...]
     committed: Generation | None
     fence: int
+    roll_backs: tuple[RollBack, ...]
     rejected: Mapping[str, str]
 
 
@@ -54,7 +56,7 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:
-    """One generation: as bad as its worst shard."""
+    """One generation: as bad as its worst shard; ``abandoned`` by whoever went back before it."""
 
     generation: Generation
     parent: Generation | None
@@ -62,16 +64,20 @@ class GenerationReport:
     state: Class
     margin: int
     shards: tuple[ShardReport, ...]
+    abandoned: RollBack | None
 
     def why(self) -> str:
-        """Why it cannot be restored, naming the lost shards; empty when it can."""
+        """Why it is not restored, or not by itself; empty when it may be."""
         lost = [shard.why() for shard in self.shards if shard.state == "lost"]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
-        return (
-            f"{len(lost)} of {self.world_size} shards lost: {'; '.join(lost[:4])}{more}"
-            if lost
-            else ""
-        )
+        if lost:
+            return f"{len(lost)} of {self.world_size} shards lost: {'; '.join(lost[:4])}{more}"
+        if self.abandoned:
+            return (
+                f"left by going back to {self.abandoned.target} on timeline "
+                f'{self.abandoned.timeline}; restore(generation="{self.generation}") takes it'
+            )
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +94,14 @@ class RecoveryPlan:
     newest_timeline: int
     refused: frozenset[Generation]
     ruins: Mapping[str, str]
+    roll_backs: tuple[RollBack, ...]
 
     def rejected(self) -> dict[str, str]:
-        """Generations newer than the chosen one that could not be taken -> why."""
+        """Generations newer than the chosen one that were not taken -> why."""
         return {
             str(report.generation): report.why() or "refused"
             for report in self.generations
-            if (report.state == "lost" or report.generation in self.refused)
+            if (report.why() or report.generation in self.refused)
             and (self.chosen is None or report.generation > self.chosen.generation)
         }
 
@@ -104,12 +111,14 @@ def plan_recovery(
     inventories: Iterable[Inventory],
     *,
     step: int | None = None,
+    generation: Generation | None = None,
     refused: Collection[Generation] = (),
 ) -> RecoveryPlan:
     """Class every generation of ``run`` and choose the newest that all its shards can reach.
 
-    ``step`` restricts the choice to that step (its newest timeline); ``refused`` are generations
-    that were tried and found bad.
+    What somebody went back before on purpose is chosen only by name: by ``step`` (its newest
+    timeline, rather one that is not abandoned) or ``generation``. ``refused`` are generations that
+    were tried and found bad.
     """
     found: dict[Generation, dict[int, dict[str, list[Header]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
@@ -124,23 +133,30 @@ def plan_recovery(
             if header.shard.run == run:
                 shard = header.shard
                 found[shard.generation][shard.rank][inventory.node].append(header)
+    roll_backs = in_force(each for inventory in inventories for each in inventory.roll_backs)
     reports = tuple(
-        _report(generation, found[generation]) for generation in sorted(found, reverse=True)
+        _report(each, found[each], abandoned_by(each, roll_backs))
+        for each in sorted(found, reverse=True)
     )
     if reports:
         newest_timeline = max(newest_timeline, reports[0].generation.timeline)
-    chosen = next(
-        (
-            report
-            for report in reports
-            if report.state != "lost"
-            and report.generation not in refused
-            and (step is None or report.generation.step == step)
-        ),
-        None,
-    )
+    if roll_backs:
+        newest_timeline = max(newest_timeline, roll_backs[0].timeline)
+    candidates = [
+        report
+        for report in reports
+        if report.state != "lost"
+        and report.generation not in refused
+        and step in (None, report.generation.step)
+        and generation in (None, report.generation)
+    ]
+    chosen = next((report for report in candidates if not report.abandoned), None)
+    if chosen is None and candidates and (step is not None or generation is not None):
+        chosen = candidates[0]
     ruins = _ruins(inventories, found)
-    return RecoveryPlan(run, reports, chosen, newest_timeline, frozenset(refused), ruins)
+    return RecoveryPlan(
+        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs
+    )
 
 
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
@@ -154,7 +170,9 @@ def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> d
 
 
 def _report(
-    generation: Generation, ranks: Mapping[int, Mapping[str, list[Header]]]
+    generation: Generation,
+    ranks: Mapping[int, Mapping[str, list[Header]]],
+    abandoned: RollBack | None,
 ) -> GenerationReport:
     sample = next(headers[0] for nodes in ranks.values() for headers in nodes.values())
     shards = tuple(_shard(rank, ranks.get(rank, {})) for rank in range(sample.world_size))
@@ -169,6 +187,7 @@ def _report(
         state,
         min(shard.margin for shard in shards),
         shards,
+        abandoned,
     )
 
 

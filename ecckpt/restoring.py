@@ -27,7 +27,9 @@ from ecckpt.codec import Codec
 from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.placement import Placement, plan_repair
+from ecckpt.lineage import RollBack
+from ecckpt.ordering import next_timeline, way_home
+from ecckpt.placement import Placement
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
     GenerationReport,
@@ -113,6 +115,19 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a restore was asked for by name; neither: the newest."""
+
+    step: int | None = None
+    generation: Generation | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether somebody chose: later restarts then do not go beyond it by themselves."""
+        return self.step is not None or self.generation is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Who takes part: this rank's agent, all nodes, and where fragments go.
 
@@ -128,11 +143,35 @@ class Cluster:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A generation to continue from, which somebody else reads: where its shards are.
+
+    Every rank has all of them, in the order of the ``saved_by`` ranks that saved. ``peers`` may be
+    read from for ``timeout_s`` more, at any time.
+    """
+
+    generation: Generation
+    saved_by: int
+    margin: int
+    rejected: Mapping[str, str]
+    shards: tuple[ShardSources, ...]
+    peers: Peers
+    timeout_s: float
+
+
 class Restorer:
     """Restores for one rank; ``number`` tells apart several restores of one session."""
 
     def __init__(
-        self, meeting: Meeting, cluster: Cluster, slots: Slots, *, number: int, timeout_s: float
+        self,
+        meeting: Meeting,
+        cluster: Cluster,
+        slots: Slots,
+        *,
+        number: int,
+        after: int,
+        timeout_s: float,
     ) -> None:
         self._meeting = meeting
         self._cluster = cluster
@@ -147,10 +186,12 @@ class Restorer:
         self._refused: dict[Generation, str] = {}
         self._relaid: set[Generation] = set()
         self._silent: dict[str, str] = {}
+        self._after = after
         self._timeline = 0
+        self._roll_backs: tuple[RollBack, ...] = ()
 
     def run(
-        self, state: dict[str, Any], *, step: int | None, required: bool
+        self, state: dict[str, Any], wanted: Wanted, *, required: bool
     ) -> tuple[Order, Restored | None]:
         """Restore into ``state``; returns the order carried out and what was restored, if anything.
 
@@ -159,9 +200,9 @@ class Restorer:
         """
         started_s = time.monotonic()
         for attempt in range(1000):
-            order = self._order(attempt, step)
+            order = self._order(attempt, wanted)
             if order.header is None:
-                if order.rejected or required or step is not None:
+                if order.rejected or required or wanted.named:
                     raise NothingToRestore(
                         self._cluster.run,
                         order.rejected,
@@ -169,22 +210,46 @@ class Restorer:
                     )
                 return order, None
             brought, outcome = self._prepare(order, state)
-            if self._verdict(attempt, order.header.shard.generation, outcome):
+            if self._verdict(attempt, order.header.shard.generation, outcome, wanted):
                 assert brought is not None
                 load(state, brought.shard)
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
+    def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
+        """Choose, and leave the reading to somebody else: no bytes are looked at here."""
+        order = self._order(0, wanted, whole=True)
+        if order.header is None:
+            if order.rejected or wanted.named:
+                raise NothingToRestore(self._cluster.run, order.rejected)
+            return order, None
+        generation = order.header.shard.generation
+        assert self._verdict(0, generation, _Outcome("ok", ""), wanted)
+        return order, Found(
+            generation,
+            order.header.world_size,
+            order.margin,
+            order.rejected,
+            order.shards,
+            self._reading_peers(),
+            0.8 * self._timeout_s,
+        )
+
     # -- rank 0 -----------------------------------------------------------------------------------
 
-    def _order(self, attempt: int, step: int | None) -> Order:
+    def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
             plan = plan_recovery(
-                self._cluster.run, self._inventories(), step=step, refused=self._refused
+                self._cluster.run,
+                self._inventories(),
+                step=wanted.step,
+                generation=wanted.generation,
+                refused=self._refused,
             )
-            return [wire.pack(order) for order in self._orders(plan)]
+            self._roll_backs = plan.roll_backs
+            return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
             f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
@@ -194,8 +259,9 @@ class Restorer:
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
         found = plan_recovery(self._cluster.run, self._inventories())
-        timeline = found.newest_timeline + 1
-        self._each_peer(lambda peer: peer.fence(self._cluster.run, timeline))
+        timeline = next_timeline(found, self._after)
+        fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
+        self._each_peer(lambda peer: peer.fence(fence))
         return timeline
 
     def _inventories(self) -> list[Inventory]:
@@ -215,7 +281,7 @@ class Restorer:
                     _log.warning("node %s: %s", node, error)
         return answers
 
-    def _orders(self, plan: RecoveryPlan) -> list[Order]:
+    def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
         world_size = self._meeting.world_size
         rejected = {
             name: next((why for each, why in self._refused.items() if str(each) == name), why)
@@ -226,7 +292,7 @@ class Restorer:
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
             nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
             return [nothing] * world_size
-        if plan.chosen.world_size != world_size:
+        if whole or plan.chosen.world_size != world_size:
             return [self._order_to_reshape(plan.chosen, rejected)] * world_size
         orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
         if plan.chosen.generation in self._relaid:
@@ -235,31 +301,15 @@ class Restorer:
         return orders
 
     def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
-        assert shard.header is not None
-        header = shard.header.at(HOME)
-        home = self._cluster.homes[shard.rank]
         address = {node: peer.address for node, peer in self._cluster.peers.items()}
-        sources = []
-        for index in range(header.n):
-            copies = shard.homes if index < header.k else ()
-            nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
-            if nodes:
-                sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-        placement = self._cluster.placement
-        missing = plan_repair(
-            home=home,
-            indices=header.n if placement.code.holders else 0,
-            present=shard.fragments,
-            holders=placement.holders[home],
-            nodes=placement.holders,
-        )
-        targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
+        home = self._cluster.homes[shard.rank]
+        way = way_home(shard, home, self._cluster.placement, address)
         return Order(
             self._timeline,
-            replace(header, home=home),
-            home in shard.homes,
-            tuple(sources),
-            tuple(targets),
+            way.header,
+            way.local,
+            way.sources,
+            way.repair,
             shard.margin,
             rejected,
             (),
@@ -299,15 +349,17 @@ class Restorer:
 
     def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
         rank, ranks = self._meeting.rank, self._meeting.world_size
-        peers = Peers(
-            clients=self._peers,
-            near=self._cluster.home.node,
-            spread=rank,
-            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
-        )
-        made = reshape_from(order.shards, peers, state, rank=rank, ranks=ranks)
+        made = reshape_from(order.shards, self._reading_peers(), state, rank=rank, ranks=ranks)
         return _Brought(
             made.shard, "peers", made.pulled_bytes, made.rebuilt_fragments, made.reseeded
+        )
+
+    def _reading_peers(self) -> Peers:
+        return Peers(
+            clients=self._peers,
+            near=self._cluster.home.node,
+            spread=self._meeting.rank,
+            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
         )
 
     def _from_home(self, order: Order) -> memoryview | None:
@@ -335,7 +387,7 @@ class Restorer:
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
         header = slot.header
-        payload = self._slots.payload(slot)
+        payload = self._slots.payload(slot, header.payload_bytes)
         size_bytes = header.fragment_bytes
         views = {
             index: payload[index * size_bytes : (index + 1) * size_bytes]
@@ -350,7 +402,9 @@ class Restorer:
             )
         return payload
 
-    def _verdict(self, attempt: int, generation: Generation, outcome: _Outcome) -> bool:
+    def _verdict(
+        self, attempt: int, generation: Generation, outcome: _Outcome, wanted: Wanted
+    ) -> bool:
         def lead(payloads: list[bytes]) -> Sequence[bytes]:
             outcomes = [wire.unpack(_Outcome, payload) for payload in payloads]
             mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
@@ -364,9 +418,11 @@ class Restorer:
                 self._refused[generation] = "; ".join(bad[:4])
                 _log.warning("generation %s refused: %s", generation, self._refused[generation])
             elif not relaid:
-                self._each_peer(
-                    lambda peer: peer.fence(self._cluster.run, self._timeline, generation)
+                went_back = (RollBack(self._timeline, generation),) if wanted.named else ()
+                fence = wire.Fence(
+                    self._cluster.run, self._timeline, generation, self._roll_backs + went_back
                 )
+                self._each_peer(lambda peer: peer.fence(fence))
             return [b"" if bad or relaid else b"go"] * len(payloads)
 
         tag = f"{self._tag}/{attempt}/verdict"

@@ -19,8 +19,9 @@ import msgpack
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.lineage import RollBack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 
@@ -52,8 +53,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A trainer wants a slot for the shard that ``header`` describes.
+    """A trainer wants a slot for its next shard, which may be as large as ``header`` says.
 
+    Of the header, run, rank, timeline and sizes count: the step need not be known yet.
     ``memory_bytes`` is the run's budget on this node (0: the agent's default), ``local_ranks`` how
     many ranks will ask for a slot of this kind, ``holders`` how many peers will keep a fragment of
     it; ``discard`` names generations this rank gave up.
@@ -70,7 +72,8 @@ class Reserve:
 class Slot:
     """A reserved file: map ``path``, the shard belongs at ``payload_offset``.
 
-    ``region`` names the file for life: a mapping made once stays good for it.
+    ``region`` names the file for life: a mapping made once stays good for it. ``file_bytes`` is
+    how much fits into it.
     """
 
     path: str
@@ -78,6 +81,14 @@ class Slot:
     file_bytes: int
     payload_offset: int
     header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The shard that ``header`` describes is in the reserved slot of that ``region``."""
+
+    header: Header
+    region: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +178,14 @@ class Commit:
 class Fence:
     """Refuse all writers of older timelines from now on.
 
-    ``restored`` is the generation the new timeline continues, once that is known.
+    ``restored`` is the generation the new timeline continues, once that is known; ``roll_backs``
+    are all that the sender knows of, so that an agent which was not there learns them.
     """
 
     run: str
     timeline: int
     restored: Generation | None
+    roll_backs: tuple[RollBack, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from worlds import World, same_state, states_for
 import ecckpt
 from ecckpt.agents import local_client
 from ecckpt.client import shard_path
-from ecckpt.errors import NothingToRestore, StateMismatch, WrongOrder
+from ecckpt.counting import see_through
+from ecckpt.errors import (
+    InvalidConfig,
+    InvalidMessage,
+    NothingToRestore,
+    StateMismatch,
+    WrongOrder,
+)
 from ecckpt.generation import ShardId
 from ecckpt.testing import LocalCluster
 from ecckpt.transport.http import request
@@ -113,6 +121,60 @@ def test_restoring_a_given_step(cluster1: LocalCluster) -> None:
         assert world.restore([state], step=3)[0].step == 3
         with pytest.raises(NothingToRestore):
             world.restore([state], step=4)
+
+
+def test_a_roll_back_holds_until_something_newer_is_asked_for_by_name(
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old,), (new,) = states_for(1, seed=3), states_for(1, seed=9)
+    with World(cluster1) as world:
+        world.restore([old])
+        assert world.save(3, [old])[0].wait(30)
+        # Nobody counts and tells: so both steps stay.
+        monkeypatch.setattr(
+            "ecckpt.saving.see_through",
+            lambda shard, ranks, counted: see_through(shard, ranks, counted=False),
+        )
+        assert world.checkpointers[0].save(9, new).wait(30)
+    monkeypatch.undo()
+
+    def restart(**wanted: Any) -> tuple[int, dict[str, str]]:
+        (state,) = states_for(1, seed=0)
+        with World(cluster1) as world:  # and crash before the next save
+            (found,) = world.restore([state], **wanted)
+        assert same_state(state, old if found.step == 3 else new)
+        return found.step, dict(found.rejected)
+
+    assert restart() == (9, {})
+    assert restart(step=3)[0] == 3
+    step, rejected = restart()
+    ((newest, why),) = rejected.items()
+    assert (step, newest.split(".")[1]) == (3, "9")
+    assert "left by going back to 1.3." in why
+    cluster1.restart("n0")
+    assert restart()[0] == 3
+    assert restart(generation=newest)[0] == 9
+    assert restart() == (9, {})
+    with World(cluster1) as world, pytest.raises(InvalidConfig, match="give one of them"):
+        world.restore([old], step=3, generation=newest)
+    with World(cluster1) as world, pytest.raises(InvalidMessage, match="no generation"):
+        world.restore([old], generation="newest")
+
+
+def test_saves_of_one_session_are_never_mistaken_for_each_other(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=6)
+    with World(cluster1) as world:
+        world.restore([state])
+        assert world.save(5, [state])[0].wait(30)
+        first = world.checkpointers[0].timeline
+        port = (cluster1.root("n0") / "port").read_text()
+        cluster1.kill("n0")  # all memory of the run is gone, but not what the store has counted
+        cluster1.root("n0").mkdir(mode=0o700)
+        (cluster1.root("n0") / "port").write_text(port)
+        cluster1.start()
+        assert world.restore([state]) == [None]
+        assert world.checkpointers[0].timeline == first + 1
+        assert world.save(5, [state])[0].wait(30)
 
 
 def test_a_restart_that_finds_only_ruins_says_so(cluster6: LocalCluster) -> None:

@@ -7,16 +7,20 @@ a restart has abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ecckpt.errors import Fenced
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.lineage import RollBack, abandoned_by, in_force
 from ecckpt.recovery import Inventory
-from ecckpt.tiers.memory import Region
+
+if TYPE_CHECKING:
+    from ecckpt.tiers.memory import Region
 
 
 @dataclass(eq=False, slots=True)
@@ -40,27 +44,53 @@ class Entry:
         return self.header.shard, self.header.index
 
 
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What of a run must outlive the agent's process, beyond the files themselves."""
+
+    fence: int = 0
+    committed: Generation | None = None
+    restored: Generation | None = None
+    roll_backs: tuple[RollBack, ...] = ()
+
+
 @dataclass(eq=False, slots=True)
 class Ledger:
-    """One run on one node."""
+    """One run on one node. ``noted`` is what was last written down of it."""
 
     run: str
     fence: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
+    roll_backs: tuple[RollBack, ...] = ()
+    noted: Notes = field(default_factory=Notes)
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
+    reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
     rejected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> Notes:
+        """What should be written down of it now."""
+        return Notes(self.fence, self.committed, self.restored, self.roll_backs)
+
+    def check(self, writer: int) -> None:
+        """Raise ``Fenced`` for a writer of an older timeline."""
+        if writer < self.fence:
+            raise Fenced(timeline=writer, current=self.fence)
 
     def admit(self, writer: int) -> bool:
         """Let a writer of that timeline in; True if it is the first of a newer one.
 
         Raises ``Fenced`` for a writer of an older timeline.
         """
-        if writer < self.fence:
-            raise Fenced(timeline=writer, current=self.fence)
+        self.check(writer)
         newer = writer > self.fence
         self.fence = writer
         return newer
+
+    def learn(self, roll_backs: Iterable[RollBack]) -> None:
+        """Note roll-backs that somebody knows of."""
+        self.roll_backs = in_force((*self.roll_backs, *roll_backs))
 
     def find(self, shard: ShardId, index: int) -> Entry | None:
         """The entry of that fragment (or home copy), sealed or not."""
@@ -69,19 +99,29 @@ class Ledger:
     def inventory(self, node: str) -> Inventory:
         """Everything sealed, as recovery sees it."""
         headers = tuple(entry.header for entry in self._sealed())
-        return Inventory(node, headers, self.committed, self.fence, dict(self.rejected))
+        return Inventory(
+            node, headers, self.committed, self.fence, self.roll_backs, dict(self.rejected)
+        )
 
-    def commit(self, generation: Generation) -> list[Entry]:
-        """Note that a generation is safe; returns the entries that may go now.
+    def commit(self, generation: Generation) -> None:
+        """Take note that a generation is safe.
 
         Raises ``Fenced`` if its timeline was replaced meanwhile.
         """
-        if generation.timeline < self.fence:
-            raise Fenced(timeline=generation.timeline, current=self.fence)
+        self.check(generation.timeline)
         if self.committed is None or generation > self.committed:
             self.committed = generation
+
+    def outdated(self) -> list[Entry]:
+        """What is older than the committed generation.
+
+        By what was written down: after a kill in between, nothing is missed.
+        """
+        committed = self.noted.committed
         return [
-            entry for (shard, _), entry in self.entries.items() if shard.generation < self.committed
+            entry
+            for (shard, _), entry in self.entries.items()
+            if committed is not None and shard.generation < committed
         ]
 
     def given_up(self, rank: int, generations: Collection[Generation]) -> list[Entry]:
@@ -105,8 +145,16 @@ class Ledger:
             and rank in (None, shard.rank)
         ]
 
+    def unused(self, rank: int | None = None) -> list[Region]:
+        """Take back the slot that a rank reserved and staged nothing in; of all ranks for None."""
+        ranks = [each for each in self.reserved if rank in (None, each)]
+        return [self.reserved.pop(each) for each in ranks]
+
     def abandoned(self) -> list[Entry]:
-        """The tail of an older timeline beyond the point that a restart went back to."""
+        """The tail of an older timeline beyond the point that a restart went back to.
+
+        The committed generation is among it only if somebody went back before it on purpose.
+        """
         if self.restored is None:
             return []
         return [
@@ -114,7 +162,10 @@ class Ledger:
             for (shard, _), entry in self.entries.items()
             if self.restored < shard.generation
             and shard.generation.timeline < self.fence
-            and shard.generation != self.committed
+            and (
+                shard.generation != self.committed
+                or abandoned_by(shard.generation, self.roll_backs)
+            )
         ]
 
     def _sealed(self) -> Iterator[Entry]:

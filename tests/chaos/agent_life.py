@@ -24,7 +24,7 @@ import numpy as np
 
 from ecckpt import wire
 from ecckpt.agent.node import Agent
-from ecckpt.agent.shelf import steady_bytes
+from ecckpt.agent.sizes import steady_bytes
 from ecckpt.codec import Codec
 from ecckpt.errors import EcckptError
 from ecckpt.fragment import HOME, Header, fragment_bytes_for, pack_table
@@ -88,9 +88,8 @@ class Life:
 
     def live(self) -> None:
         self._agent = Agent(self._root, node=NODE, domain=NODE, address="127.0.0.1:1", token="")
-        self._agent.shelf.ledger(RUN)
         base = self._agent.inventory(RUN).committed
-        if self._try(lambda: self._agent.fence(wire.Fence(RUN, self._timeline, base))):
+        if self._try(lambda: self._agent.fence(wire.Fence(RUN, self._timeline, base, ()))):
             _say(f"fenced {self._timeline}")
         first = (base.step if base else 0) + 1
         given_up: list[Generation] = []
@@ -138,7 +137,7 @@ class Life:
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(payload_of(which, 0))
-        _say(f"admitted {self._timeline}")
+        self._agent.stage(wire.Stage(head, slot.region))
 
     def _protect(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)
@@ -160,11 +159,10 @@ class Life:
             wire.Hold(head, self._timeline, table, self._source, self._budget_bytes, 5.0, given_up)
         )
         deadline_s = time.monotonic() + WAIT_S
-        while self._agent._holder._queued and time.monotonic() < deadline_s:
+        core = self._agent.core
+        while core._holder._pulls and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        with self._agent.shelf.changed:
-            if self._agent.shelf.ledger(RUN).find(head.shard, HELD) is None:
-                raise EcckptError(f"not held: {which}")
+        core.ledgers.find(head.shard, HELD)  # or NotHeld
 
 
 def _say(text: str) -> None:

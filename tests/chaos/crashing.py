@@ -40,6 +40,7 @@ from chaos import agent_life
 from chaos.agent_life import HELD, NODE, RUN, coded, header_of, payload_of
 
 from ecckpt import wire
+from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.shelf import Shelf
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES
 from ecckpt.generation import Generation
@@ -224,13 +225,14 @@ class Lives:
     # -- what must be true ------------------------------------------------------------------------
 
     def check(self, account: Account) -> None:
-        shelf = Shelf(self.root, node=NODE)
-        ledger = shelf.look(RUN)
+        shelf, ledgers = Shelf(self.root, node=NODE), Ledgers(NODE)
+        shelf.adopt(ledgers)
+        ledger = ledgers.look(RUN)
         committed = account.last("committed ") or self._base_account.last("committed ")
         least = Generation.parse(committed)
         assert ledger.committed is not None
         assert ledger.committed >= least
-        assert ledger.fence >= int(account.last("fenced ") or account.last("admitted ") or 1)
+        assert ledger.fence >= int(account.last("fenced ") or 1)
         must = {(ledger.committed, 0, HOME), (ledger.committed, 1, HELD)}
         protected = account.last("protected ")
         if (
@@ -249,9 +251,10 @@ class Lives:
             have[shard.generation, shard.rank, index] = entry
             _check_bytes(entry)
         assert must <= have.keys(), f"missing {must - have.keys()} after {account}"
-        spares = shelf.tier._spare[RUN]
+        spares = shelf.tier._accounts._spare[RUN]
         paths = {each.path for each in (*spares, *(e.region for e in ledger.entries.values()))}
-        _check_strangers(self.root, paths, shelf)
+        _check_strangers(self.root, paths)
+        assert set(ledger.rejected) == {"0000000000000000.region"}
 
     def _tell(self, text: str) -> None:
         self._process.stdin.write(f"{text}\n".encode())
@@ -296,12 +299,11 @@ def _make_strangers(root: Path) -> None:
         path.write_bytes(STRANGER)
 
 
-def _check_strangers(root: Path, ours: set[Path], shelf: Shelf) -> None:
+def _check_strangers(root: Path, ours: set[Path]) -> None:
     for path in _strangers(root):
         assert path.read_bytes() == STRANGER, path
     left = set((root / "regions").iterdir()) - ours - set(_strangers(root))
     assert not left, f"files that nobody knows: {left}"
-    assert set(shelf.look(RUN).rejected) == {"0000000000000000.region"}
 
 
 @contextmanager
