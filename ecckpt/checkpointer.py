@@ -37,9 +37,11 @@ from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.restoring import Order, Restored, Restorer, Wanted
+from ecckpt.retention import Keep
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.state import ShardPlan, plan_shard
+from ecckpt.storing import Disks, Storer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -64,6 +66,11 @@ class Checkpointer:
         root: folder of this node's agent (default: ``ECCKPT_ROOT``, see ``NodeConfig``).
         agents: addresses of further agents that hold fragments without having ranks.
         memory_bytes: the run's memory budget on this node; 0 for half of the agent's tmpfs.
+        disk_every: every nth committed save also goes to the disks of agents that have one (see
+            ``ecckpt agent --disk``), behind the saves; 0 for none.
+        disk_bytes: the run's budget on each disk; 0 for half of the file system.
+        keep, keep_every_steps: what stays on disk: the last ``keep`` stored generations, and those
+            with a step that ``keep_every_steps`` divides (0: none).
         min_margin: a save needs k + min_margin fragments at their holders.
         strict: raise from ``save`` what is otherwise only reported by its handle.
         save_timeout_s: a save that is not committed by then has failed.
@@ -85,6 +92,10 @@ class Checkpointer:
         root: str | Path | None = None,
         agents: Sequence[str] = (),
         memory_bytes: int = 0,
+        disk_every: int = 1,
+        disk_bytes: int = 0,
+        keep: int = 1,
+        keep_every_steps: int = 0,
         min_margin: int = 0,
         strict: bool = False,
         save_timeout_s: float = 120.0,
@@ -93,10 +104,18 @@ class Checkpointer:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if memory_bytes < 0:
-            raise InvalidConfig(f"memory_bytes={memory_bytes} is negative")
+        for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
+            if value < 0:
+                raise InvalidConfig(f"{name}={value} is negative")
         self._config = ClusterConfig(
-            run, code, min_margin, every_steps, save_timeout_s, restore_timeout_s
+            run,
+            code,
+            min_margin,
+            every_steps,
+            save_timeout_s,
+            restore_timeout_s,
+            disk_every,
+            Keep(keep, keep_every_steps),
         )
         self._node = NodeConfig.from_environment(root)
         prefer(self._node.engine)
@@ -106,8 +125,14 @@ class Checkpointer:
             self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
+        peers = self._cluster.peers
+        # Rank 0 decides for all; on others it is never begun.
+        self._storer = Storer(run, peers, self._disks(disk_bytes))
         self._watcher = Watcher(
-            self._meeting, self._cluster.agent, list(self._cluster.peers.values())
+            self._meeting,
+            self._cluster.agent,
+            list(peers.values()),
+            committed=self._storer.committed,
         )
         self._restores = 0
         self._timeline: int | None = None
@@ -131,6 +156,16 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether the cadence asks for a save after this step; the same on all ranks."""
         return step % self._config.every_steps == 0
+
+    def stored(self) -> Generation | None:
+        """The newest generation that is on disk everywhere, as this node's agent knows.
+
+        What a loss of power of the whole cluster comes back to. Asks the agent; raises
+        ``AgentUnreachable``.
+        """
+        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        stored = run.get("stored", ())
+        return Generation.parse(stored[-1]) if stored else None
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -224,13 +259,11 @@ class Checkpointer:
     def _follow(
         self, handle: SaveHandle, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
     ) -> None:
-        code = self._cluster.placement.code
-        least = min(code.k + self._config.min_margin, code.holders) if counted else 0
         message = wire.Protect(
             shard=shard,
             writer=self._timeline or 0,
             targets=targets,
-            min_fragments=least,
+            min_fragments=self._least() if counted else 0,
             memory_bytes=self._cluster.memory_bytes,
             timeout_s=0.5 * self._config.save_timeout_s,
             discard=tuple(self._given_up),
@@ -239,6 +272,20 @@ class Checkpointer:
         agent = self._cluster.agent
         self._watcher.follow(
             Following(handle, shard, deadline_s, lambda: agent.protect(message), counted)
+        )
+
+    def _least(self) -> int:
+        """Fragments that a shard needs at its holders, in memory and on disk."""
+        code = self._cluster.placement.code
+        return min(code.k + self._config.min_margin, code.holders)
+
+    def _disks(self, budget_bytes: int) -> Disks:
+        return Disks(
+            every=self._config.disk_every if self._meeting.rank == 0 else 0,
+            keep=self._config.keep,
+            budget_bytes=budget_bytes,
+            ranks=self._meeting.world_size,
+            least=self._least(),
         )
 
     def _not_saved(
@@ -313,6 +360,7 @@ class Checkpointer:
             state, Wanted(step, generation), required=resume == "required"
         )
         self._timeline = order.timeline
+        self._storer.begin(restorer.stored, restorer.roll_backs)
         self._latest = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
         if restored is not None:
@@ -334,6 +382,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until the last save is committed or has failed, and let everything go.
 
+        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``.
+
         The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
         error of the last save is raised.
         """
@@ -342,6 +392,7 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         self._watcher.close()
+        self._storer.close(self._config.save_timeout_s)
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
             raise self._latest.error

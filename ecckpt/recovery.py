@@ -21,10 +21,16 @@ Class = Literal["complete", "recoverable", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one agent holds of one run. ``rejected`` maps a file's name to why it was not taken."""
+    """What one agent holds of one run: ``headers`` of files in memory, and of those on ``disk``.
+
+    ``stored`` are the generations, oldest first, that it was told are on disk everywhere, and
+    stay. ``rejected`` maps a file's name to why it was not taken.
+    """
 
     node: str
     headers: tuple[Header, ...]
+    disk: tuple[Header, ...]
+    stored: tuple[Generation, ...]
     committed: Generation | None
     fence: int
     roll_backs: tuple[RollBack, ...]
@@ -95,6 +101,7 @@ class RecoveryPlan:
     refused: frozenset[Generation]
     ruins: Mapping[str, str]
     roll_backs: tuple[RollBack, ...]
+    stored: tuple[Generation, ...]
 
     def rejected(self) -> dict[str, str]:
         """Generations newer than the chosen one that were not taken -> why."""
@@ -129,10 +136,11 @@ def plan_recovery(
         newest_timeline = max(newest_timeline, inventory.fence)
         if inventory.committed:
             newest_timeline = max(newest_timeline, inventory.committed.timeline)
-        for header in inventory.headers:
+        for header in (*inventory.headers, *inventory.disk):
             if header.shard.run == run:
-                shard = header.shard
-                found[shard.generation][shard.rank][inventory.node].append(header)
+                held = found[header.shard.generation][header.shard.rank][inventory.node]
+                if header not in held:  # in memory and on disk: a node is lost with both
+                    held.append(header)
     roll_backs = in_force(each for inventory in inventories for each in inventory.roll_backs)
     reports = tuple(
         _report(each, found[each], abandoned_by(each, roll_backs))
@@ -154,8 +162,10 @@ def plan_recovery(
     if chosen is None and candidates and (step is not None or generation is not None):
         chosen = candidates[0]
     ruins = _ruins(inventories, found)
+    told = [inventory.stored for inventory in inventories if inventory.stored]
+    stored = max(told, key=lambda each: (each[-1], len(each)), default=())
     return RecoveryPlan(
-        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs
+        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs, stored
     )
 
 

@@ -27,7 +27,7 @@ from ecckpt.codec import Codec
 from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack
+from ecckpt.lineage import RollBack, in_force
 from ecckpt.placement import Placement, plan_repair
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
@@ -170,7 +170,9 @@ class Restorer:
         self._silent: dict[str, str] = {}
         self._after = after
         self._timeline = 0
-        self._roll_backs: tuple[RollBack, ...] = ()
+        # What rank 0 learns for those that it tells, and for its disks.
+        self.roll_backs: tuple[RollBack, ...] = ()
+        self.stored: tuple[Generation, ...] = ()
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -211,7 +213,7 @@ class Restorer:
                 generation=wanted.generation,
                 refused=self._refused,
             )
-            self._roll_backs = plan.roll_backs
+            self.roll_backs, self.stored = plan.roll_backs, plan.stored
             return [wire.pack(order) for order in self._orders(plan)]
 
         answer = self._meeting.decide(
@@ -397,10 +399,10 @@ class Restorer:
                 self._refused[generation] = "; ".join(bad[:4])
                 _log.warning("generation %s refused: %s", generation, self._refused[generation])
             elif not relaid:
-                went_back = (RollBack(self._timeline, generation),) if wanted.named else ()
-                fence = wire.Fence(
-                    self._cluster.run, self._timeline, generation, self._roll_backs + went_back
-                )
+                if wanted.named:
+                    went_back = RollBack(self._timeline, generation)
+                    self.roll_backs = in_force((*self.roll_backs, went_back))
+                fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
                 self._each_peer(lambda peer: peer.fence(fence))
             return [b"" if bad or relaid else b"go"] * len(payloads)
 

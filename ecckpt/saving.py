@@ -122,10 +122,21 @@ class Following:
 
 
 class Watcher:
-    """One thread that follows saves, one after another, for as long as the Checkpointer lives."""
+    """One thread that follows saves, one after another, for as long as the Checkpointer lives.
 
-    def __init__(self, meeting: Meeting, agent: AgentClient, peers: Sequence[AgentClient]) -> None:
+    ``committed`` is called for each one that was committed, and returns at once.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        agent: AgentClient,
+        peers: Sequence[AgentClient],
+        *,
+        committed: Callable[[Generation], None] = lambda generation: None,
+    ) -> None:
         self._meeting = meeting
+        self._committed = committed
         self._agent = agent
         self._peers = peers
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
@@ -176,6 +187,7 @@ class Watcher:
             self._commit(following)
         self._await_committed(following)
         following.handle.finish()
+        self._committed(generation)
 
     def _await_protected(self, following: Following) -> wire.Progress:
         state = "encoding"

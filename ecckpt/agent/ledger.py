@@ -76,7 +76,7 @@ class Ledger:
         """Everything sealed, as recovery sees it."""
         headers = tuple(entry.header for entry in self._sealed())
         return Inventory(
-            node, headers, self.committed, self.fence, self.roll_backs, dict(self.rejected)
+            node, headers, (), (), self.committed, self.fence, self.roll_backs, dict(self.rejected)
         )
 
     def commit(self, generation: Generation) -> list[Entry]:
