@@ -106,17 +106,15 @@ def our_cases(memory: Memory, engine: str, threads: int = 1) -> dict[str, Case]:
 def other_cases(memory: Memory, full: bool) -> dict[str, Case]:
     """Return the limits of memory, the weaker engines, and the peers."""
     cases: dict[str, Case] = {}
-    if moves := peers.traffic():
+    if mover := peers.traffic():
         for name, copies in (("", []), ("copy + ", memory.copies)):
-            cases[f"limit: {name}encode without arithmetic"] = Case(
-                lambda c=copies: moves(memory.data, memory.parity, c)
-            )
+            move = mover(memory.data, memory.parity, copies)
+            cases[f"limit: {name}encode without arithmetic"] = Case(move)
         for lost in (1, memory.m):  # spoils the data: from here on only times matter
             present = [*memory.data[lost:], *memory.parity[:lost]]
-            cases[f"limit: rebuild {lost} without arithmetic"] = Case(
-                lambda p=present, e=lost: moves(p, memory.data[:e], [])
-            )
-        cases["limit: reading alone"] = Case(lambda: moves(memory.data, [], []))
+            move = mover(present, memory.data[:lost], [])
+            cases[f"limit: rebuild {lost} without arithmetic"] = Case(move)
+        cases["limit: reading alone"] = Case(mover(memory.data, [], []))
     if "avx2" in engines():
         coder = Codec(memory.k, memory.m, engine="avx2")
         cases["avx2 engine, encode + CRC"] = Case(
@@ -171,10 +169,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--codes", default=",".join(f"{k}+{m}" for k, m in CODES))
     parser.add_argument("--quick", action="store_true", help="without zfec, pyeclib, two threads")
+    parser.add_argument("--tmpfs", action="store_true", help="in tmpfs memory, as the agent's is")
     parser.add_argument("--record", action="store_true", help="into bench/README.md and docs/")
     arguments = parser.parse_args()
     codes = [tuple(map(int, code.split("+"))) for code in arguments.codes.split(",")]
-    pool = reused_memory(max((2 * k + m) * fragment_bytes_for(DATA_BYTES, k) for k, m in codes))
+    pool_bytes = max((2 * k + m) * fragment_bytes_for(DATA_BYTES, k) for k, m in codes)
+    pool = reused_memory(pool_bytes, shared=arguments.tmpfs)
 
     found: record.Results = {}
     for k, m in codes:
@@ -193,7 +193,7 @@ def main() -> None:
             print(f"2 threads, x 1 thread: {listed or 'others want the CPUs'}")
             found[k, m] |= {f"2 threads: {name}": value for name, value in speedups.items()}
     print(f"\n{record.reach(found)}")
-    if arguments.record:
+    if arguments.record and not arguments.tmpfs:
         record.add_row(found)
         record.draw(found)
 

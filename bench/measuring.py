@@ -16,12 +16,14 @@ HUGE_PAGE_BYTES = 2 << 20
 SLOW_ROUNDS = 3
 
 
-def reused_memory(count: int) -> np.ndarray:
+def reused_memory(count: int, *, shared: bool = False) -> np.ndarray:
     """Return `count` noisy bytes on huge pages, all of them touched.
 
     Fresh pages would cost several times what is measured; so does the store keep its memory.
+    ``shared`` memory comes from tmpfs, and so on small pages unless the system gives it others.
     """
-    room = mmap.mmap(-1, count + 2 * HUGE_PAGE_BYTES)
+    sharing = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    room = mmap.mmap(-1, count + 2 * HUGE_PAGE_BYTES, flags=sharing | mmap.MAP_ANONYMOUS)
     room.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(room, np.uint8)
     view = whole[-whole.ctypes.data % HUGE_PAGE_BYTES :][:count]

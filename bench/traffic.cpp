@@ -1,6 +1,6 @@
 // What memory allows: the accesses of an encoding kernel without its arithmetic. The bench compiles
-// this where it runs. Reads k streams in columns of 128 bytes with the kernel's prefetches, copies
-// them if asked, and stores m sums of some of what was read.
+// this where it runs. Reads k streams in columns of 128 bytes, prefetching each of them `ahead`
+// bytes, copies them if asked, and stores m sums of some of what was read.
 
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace {
 
 template <std::size_t m>
 void columns(const std::uint8_t *const *inputs, std::size_t k, std::uint8_t *const *outputs,
-             std::uint8_t *const *copies, std::size_t length) {
+             std::uint8_t *const *copies, std::size_t length, std::size_t ahead) {
     __m512i unused = _mm512_setzero_si512();
     for (std::size_t at = 0; at + 128 <= length; at += 128) {
         __m512i sums[m ? 2 * m : 2];
@@ -18,7 +18,7 @@ void columns(const std::uint8_t *const *inputs, std::size_t k, std::uint8_t *con
         for (std::size_t j = 0; j < k; ++j) {
             const std::uint8_t *input = inputs[j] + at;
             for (std::size_t i = 0; i < 2; ++i) {
-                _mm_prefetch(reinterpret_cast<const char *>(input + 512 + 64 * i), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char *>(input + ahead + 64 * i), _MM_HINT_T0);
                 const __m512i x = _mm512_loadu_si512(input + 64 * i);
                 if (copies) _mm512_stream_si512(reinterpret_cast<__m512i *>(copies[j] + at) + i, x);
                 __m512i &sum = sums[m ? j % m * 2 + i : i];
@@ -40,13 +40,13 @@ void columns(const std::uint8_t *const *inputs, std::size_t k, std::uint8_t *con
 
 extern "C" int traffic(const std::uint8_t *const *inputs, std::size_t k,
                        std::uint8_t *const *outputs, std::size_t m, std::uint8_t *const *copies,
-                       std::size_t length) {
+                       std::size_t length, std::size_t ahead) {
     switch (m) {
-        case 0: columns<0>(inputs, k, outputs, copies, length); return 0;
-        case 1: columns<1>(inputs, k, outputs, copies, length); return 0;
-        case 2: columns<2>(inputs, k, outputs, copies, length); return 0;
-        case 4: columns<4>(inputs, k, outputs, copies, length); return 0;
-        case 8: columns<8>(inputs, k, outputs, copies, length); return 0;
+        case 0: columns<0>(inputs, k, outputs, copies, length, ahead); return 0;
+        case 1: columns<1>(inputs, k, outputs, copies, length, ahead); return 0;
+        case 2: columns<2>(inputs, k, outputs, copies, length, ahead); return 0;
+        case 4: columns<4>(inputs, k, outputs, copies, length, ahead); return 0;
+        case 8: columns<8>(inputs, k, outputs, copies, length, ahead); return 0;
         default: return 1;
     }
 }
