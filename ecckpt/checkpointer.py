@@ -360,7 +360,7 @@ class Checkpointer:
             state, Wanted(step, generation), required=resume == "required"
         )
         self._timeline = order.timeline
-        self._storer.begin(restorer.stored, restorer.roll_backs)
+        self._storer.begin(order.timeline, restorer.stored, restorer.roll_backs)
         self._latest = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
         if restored is not None:

@@ -55,6 +55,9 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument("--listen", default=node.listen, metavar="HOST:PORT", help="for its peers")
     agent.add_argument("--token-file", type=Path, default=node.token_file, help="shared credential")
     agent.add_argument("--engine", default=node.engine, help="of the codec (default: the best one)")
+    agent.add_argument(
+        "--disk", type=Path, default=node.disk, help="folder on disk (default: none)"
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -156,6 +159,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             domain=arguments.domain or arguments.node,
             listen=arguments.listen,
             token=read_token(arguments.token_file),
+            disk=arguments.disk,
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -37,7 +37,7 @@ class ClusterConfig:
     save_timeout_s: float
     restore_timeout_s: float
     disk_every: int = 1
-    keep: Keep = Keep()
+    keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
         check_name("run", self.run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ecckpt.fragment import HOME, Header
@@ -101,7 +101,6 @@ class RecoveryPlan:
     refused: frozenset[Generation]
     ruins: Mapping[str, str]
     roll_backs: tuple[RollBack, ...]
-    stored: tuple[Generation, ...]
 
     def rejected(self) -> dict[str, str]:
         """Generations newer than the chosen one that were not taken -> why."""
@@ -162,11 +161,27 @@ def plan_recovery(
     if chosen is None and candidates and (step is not None or generation is not None):
         chosen = candidates[0]
     ruins = _ruins(inventories, found)
-    told = [inventory.stored for inventory in inventories if inventory.stored]
-    stored = max(told, key=lambda each: (each[-1], len(each)), default=())
     return RecoveryPlan(
-        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs, stored
+        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs
     )
+
+
+def on_disk(run: str, inventories: Iterable[Inventory]) -> tuple[Generation, ...]:
+    """Generations, oldest first, that a loss of power of all nodes would leave.
+
+    Those that some agent was told of, and those that are there although nobody was told: whoever
+    counted them may have died before.
+    """
+    inventories = list(inventories)
+    told = max(
+        (inventory.stored for inventory in inventories if inventory.stored),
+        key=lambda stored: (stored[-1], len(stored)),
+        default=(),
+    )
+    without_memory = [replace(inventory, headers=()) for inventory in inventories]
+    found = plan_recovery(run, without_memory).generations
+    there = {report.generation for report in found if report.state != "lost"}
+    return tuple(sorted(there.union(told)))
 
 
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from ecckpt.recovery import (
     Inventory,
     RecoveryPlan,
     ShardReport,
+    on_disk,
     plan_recovery,
 )
 from ecckpt.rendezvous import Meeting
@@ -206,14 +207,16 @@ class Restorer:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
+            inventories = self._inventories()
             plan = plan_recovery(
                 self._cluster.run,
-                self._inventories(),
+                inventories,
                 step=wanted.step,
                 generation=wanted.generation,
                 refused=self._refused,
             )
-            self.roll_backs, self.stored = plan.roll_backs, plan.stored
+            self.roll_backs = plan.roll_backs
+            self.stored = on_disk(self._cluster.run, inventories)
             return [wire.pack(order) for order in self._orders(plan)]
 
         answer = self._meeting.decide(

@@ -90,17 +90,24 @@ class Storer:
         self._skipped = 0
         self._deadline_s: float | None = None
         self._none = False
+        self._timeline = 0
         self._stored: tuple[Generation, ...] = ()
+        self._untold = False
         self._roll_backs: tuple[RollBack, ...] = ()
         self._given_up: list[Generation] = []
         self._thread: threading.Thread | None = None
 
-    def begin(self, stored: tuple[Generation, ...], roll_backs: tuple[RollBack, ...]) -> None:
+    def begin(
+        self, timeline: int, stored: tuple[Generation, ...], roll_backs: tuple[RollBack, ...]
+    ) -> None:
         """A timeline begins: what is on disk from before, and what was left on purpose."""
         with self._changed:
-            self._stored, self._roll_backs = stored, roll_backs
+            self._timeline, self._stored, self._roll_backs = timeline, stored, roll_backs
+            # Agents may not know of all that is there, and protect what they know of.
+            self._untold = bool(stored)
             self._due, self._count = None, 0
             self._given_up.clear()
+            self._changed.notify_all()
         if self._thread is None and self._disks.every:
             # Now: a program that is ending can start no threads.
             self._thread = threading.Thread(target=self._work, name="ecckpt-store", daemon=True)
@@ -132,6 +139,8 @@ class Storer:
     def _work(self) -> None:
         while (generation := self._next()) is not None:
             try:
+                if self._untold:
+                    self._tell()
                 self._store(generation)
             except Fenced as error:
                 _log.warning("%s is not stored: %s", generation, error)
@@ -240,14 +249,19 @@ class Storer:
             stored = self._disks.keep.of((*self._stored, generation), self._roll_backs)
             self._stored = stored
             self._given_up.clear()  # older than what is stored now: they go with it
-        message = wire.Retain(self._run, stored)
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            message = wire.Retain(self._run, self._timeline, self._stored)
+            self._untold = False
         for node, peer in self._peers.items():
             try:
                 peer.retain(message)
             except Fenced:
                 raise
             except (EcckptError, OSError) as error:
-                _log.warning("could not tell %s that %s is stored: %s", node, generation, error)
+                _log.warning("could not tell %s what is stored: %s", node, error)
 
 
 def _since(started_s: float) -> float:

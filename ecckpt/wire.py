@@ -204,10 +204,12 @@ class Stored:
 class Retain:
     """These generations, oldest first, are on disk everywhere and stay.
 
-    All others that are older than the last of them may go from disk.
+    All others that are older than the last of them may go from disk. ``writer`` is the timeline of
+    whoever says so.
     """
 
     run: str
+    writer: int
     generations: tuple[Generation, ...]
 
 

@@ -54,10 +54,13 @@ class _Server(BaseApplication):  # type: ignore[misc]
         return self._build()  # type: ignore[no-any-return]
 
 
-def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) -> None:
+def run_agent(
+    root: Path, *, node: str, domain: str, listen: str, token: str, disk: Path | None = None
+) -> None:
     """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
 
     ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
+    ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it.
     """
     check_name("node", node)
     host, port = split_address(listen)
