@@ -1,18 +1,22 @@
-"""The shelf: what it was given it still has after a kill, and what it cannot trust it leaves."""
+"""An agent's files: what it was given it still has after a kill; what it cannot trust it leaves."""
 
+import errno
 import logging
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import msgpack
 import pytest
 from builders import generation, header, table_of
 
+from ecckpt import wire
+from ecckpt.agent.actions import Allocate, Failed, Seal
 from ecckpt.agent.ledger import Entry
-from ecckpt.agent.protect import parity_region_bytes
-from ecckpt.agent.shelf import Shelf, steady_bytes
+from ecckpt.agent.node import Agent
+from ecckpt.agent.sizes import parity_region_bytes, steady_bytes
 from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.fragment import (
     FORMAT_VERSION,
@@ -40,32 +44,77 @@ def root():
 
 
 @pytest.fixture
-def shelf(root):
-    return Shelf(root, node="n1")
+def agent(root):
+    return Agent(root, node="n1", domain="n1", address="127.0.0.1:1", token="")
 
 
-def again(shelf):
-    """The shelf as it is after its process was killed and started anew."""
-    return Shelf(shelf.tier._folder.parent, node="n1")
+def again(agent):
+    """The agent as it is after its process was killed and started anew."""
+    return Agent(Path(agent.info.root), node="n1", domain="n1", address="127.0.0.1:1", token="")
 
 
-def stage(shelf, index=HOME, *, budget_bytes=BUDGET, **fields):
+def ledger(agent, run="test"):
+    return agent.core.ledgers.of(run)
+
+
+def used_bytes(agent, run="test"):
+    return agent.shelf.tier.used_bytes(run)
+
+
+def settle(agent, actions):
+    for action in actions:
+        agent._driver._settle(action)
+
+
+def commit(agent, gen, run="test"):
+    agent.commit(wire.Commit(run, gen))
+
+
+def fence(agent, timeline, restored=None, *, run="test", roll_backs=()):
+    agent.fence(wire.Fence(run, timeline, restored, tuple(roll_backs)))
+
+
+def give_up(agent, rank, gens, run="test"):
+    settle(agent, agent.core.ledgers.discard(run, rank, gens))
+
+
+def let_unfinished_go(agent, rank, run="test"):
+    settle(agent, agent.core.ledgers.retire(ledger(agent, run).unfinished(rank)))
+
+
+def room(agent, run, size_bytes, *, budget_bytes=BUDGET, task=None):
+    """A region, as the core gets it, with what it does if there is none."""
+    action = Allocate(run, size_bytes, budget_bytes, "a slot", task)
+    try:
+        return agent.shelf.allocate(action)
+    except MemoryBudgetTooSmall as error:
+        for each in agent._driver._decide(Failed(action, error)):
+            if isinstance(each, Allocate):
+                return agent.shelf.allocate(each)
+        raise
+
+
+def stage(agent, index=HOME, *, budget_bytes=BUDGET, **fields):
     shard = header(index, **{"gen": NEW} | fields)
-    region = shelf.allocate(
-        shard.shard.run, shard.file_bytes, budget_bytes=budget_bytes, what="a slot"
-    )
+    task = wire.Reserve(shard, budget_bytes, 1, 0, ())
+    region = room(agent, shard.shard.run, shard.file_bytes, budget_bytes=budget_bytes, task=task)
     entry = Entry(shard, region, None)
-    shelf.put(entry)
+    settle(agent, agent.core.ledgers.enter(entry))
     return entry
 
 
-def keep(shelf, index=HOME, **fields):
+def seal(agent, entry, table):
+    entry.table = table
+    settle(agent, [Seal(entry)])
+
+
+def keep(agent, index=HOME, **fields):
     """A sealed file with some bytes in it."""
-    entry = stage(shelf, index, **fields)
+    entry = stage(agent, index, **fields)
     shard = entry.header
     noise = bytes((7 * at + index + shard.shard.rank) % 251 for at in range(shard.payload_bytes))
     entry.region.view[SUPERBLOCK_BYTES : shard.trailer_offset] = noise
-    shelf.seal(entry, table_of(shard, shard.shard.rank))
+    seal(agent, entry, table_of(shard, shard.shard.rank))
     return entry
 
 
@@ -73,20 +122,22 @@ def content(entry):
     return entry.region.path.read_bytes()[: entry.header.file_bytes]
 
 
-def held(shelf, run="test"):
+def held(agent, run="test"):
     """(generation, rank, index) of everything sealed."""
-    with shelf.changed:
-        headers = shelf.ledger(run).inventory("n1").headers
+    headers = agent.inventory(run).headers
     return sorted((each.shard.generation, each.shard.rank, each.index) for each in headers)
 
 
-def rejected(shelf):
-    with shelf.changed:
-        return dict(shelf.ledger("test").inventory("n1").rejected)
+def rejected(agent):
+    return dict(agent.inventory("test").rejected)
 
 
-def region_files(shelf):
-    return sorted(path.name for path in shelf.tier._folder.iterdir())
+def find(agent, shard, index):
+    return agent.core.ledgers.find(shard, index)
+
+
+def region_files(agent):
+    return sorted(path.name for path in agent.shelf.tier._folder.iterdir())
 
 
 def damage(path, offset, mask=0xFF):
@@ -100,124 +151,123 @@ def damage(path, offset, mask=0xFF):
 # -- put, find, commit ----------------------------------------------------------------------------
 
 
-def test_only_what_is_sealed_is_held(shelf):
-    entry = stage(shelf)
-    assert held(shelf) == []
-    shelf.seal(entry, table_of(entry.header))
-    assert held(shelf) == [(NEW, 0, HOME)]
+def test_only_what_is_sealed_is_held(agent):
+    entry = stage(agent)
+    assert held(agent) == []
+    seal(agent, entry, table_of(entry.header))
+    assert held(agent) == [(NEW, 0, HOME)]
 
 
-def test_a_commit_recycles_what_is_older(shelf):
-    old, fragment, new = keep(shelf, gen=OLD), keep(shelf, 2, gen=OLD), keep(shelf)
-    shelf.commit("test", NEW)
-    assert held(shelf) == [(NEW, 0, HOME)]
+def test_a_commit_recycles_what_is_older(agent):
+    old, fragment, new = keep(agent, gen=OLD), keep(agent, 2, gen=OLD), keep(agent)
+    commit(agent, NEW)
+    assert held(agent) == [(NEW, 0, HOME)]
     assert bytes(old.region.view[:SUPERBLOCK_BYTES]) == bytes(SUPERBLOCK_BYTES)
-    assert stage(shelf, gen=generation(1, 11)).region is old.region
-    assert stage(shelf, 2, gen=generation(1, 11)).region is fragment.region
+    assert stage(agent, gen=generation(1, 11)).region is old.region
+    assert stage(agent, 2, gen=generation(1, 11)).region is fragment.region
     assert new.region.path.exists()
 
 
-def test_what_replaces_a_file_recycles_it(shelf):
-    first = keep(shelf, 1)
-    second = keep(shelf, 1)
-    assert held(shelf) == [(NEW, 0, 1)]
-    assert shelf.ledger("test").find(second.header.shard, 1) is second
-    assert stage(shelf, 4).region is first.region
+def test_what_replaces_a_file_recycles_it(agent):
+    first = keep(agent, 1)
+    second = keep(agent, 1)
+    assert held(agent) == [(NEW, 0, 1)]
+    assert ledger(agent).find(second.header.shard, 1) is second
+    assert stage(agent, 4).region is first.region
 
 
-def test_what_is_in_use_is_recycled_afterwards(shelf):
-    old = keep(shelf, gen=OLD)
+def test_what_is_in_use_is_recycled_afterwards(agent):
+    old = keep(agent, gen=OLD)
     before = content(old)
-    with shelf.pinned(old.header.shard, HOME) as entry:
-        shelf.commit("test", NEW)
-        assert held(shelf) == []
-        assert content(entry) == before
-        assert stage(shelf).region is not old.region
-    assert stage(shelf, rank=1).region is old.region
+    old.pins += 1  # as a protection job does
+    commit(agent, NEW)
+    assert held(agent) == []
+    assert content(old) == before
+    assert stage(agent).region is not old.region
+    settle(agent, agent.core.ledgers.unpin(old))
+    assert stage(agent, rank=1).region is old.region
 
 
-def test_a_staged_slot_that_goes_is_not_recycled(shelf):
-    slot = stage(shelf)
-    shelf.discard_unfinished("test", 0)
+def test_a_staged_slot_that_goes_is_not_recycled(agent):
+    slot = stage(agent)
+    let_unfinished_go(agent, 0, "test")
     assert not slot.region.path.exists()  # its trainer may still be writing
-    assert stage(shelf).region is not slot.region
+    assert stage(agent).region is not slot.region
 
 
-def test_a_discard_takes_only_what_its_own_writer_gave_up(shelf):
-    keep(shelf, gen=OLD)
-    keep(shelf)
-    keep(shelf, rank=1)
-    shelf.commit("test", OLD)
-    shelf.discard("test", 0, [OLD, NEW])
-    assert held(shelf) == [(OLD, 0, HOME), (NEW, 1, HOME)]
+def test_a_discard_takes_only_what_its_own_writer_gave_up(agent):
+    keep(agent, gen=OLD)
+    keep(agent)
+    keep(agent, rank=1)
+    commit(agent, OLD)
+    give_up(agent, 0, [OLD, NEW], "test")
+    assert held(agent) == [(OLD, 0, HOME), (NEW, 1, HOME)]
 
 
-def test_nothing_held_is_an_error_that_says_what(shelf):
-    shard = keep(shelf, 2).header.shard
-    assert held(shelf) == [(NEW, 0, 2)]
+def test_nothing_held_is_an_error_that_says_what(agent):
+    shard = keep(agent, 2).header.shard
+    assert held(agent) == [(NEW, 0, 2)]
     with pytest.raises(NotHeld, match=r"node n1 has no fragment 3 of test/1\.10"):
-        shelf.locate(shard, 3)
-    with pytest.raises(NotHeld, match="no home copy"), shelf.pinned(shard, HOME):
-        pass
+        agent.locate(shard, 3)
+    with pytest.raises(NotHeld, match="no home copy"):
+        agent.slot(shard)
     with pytest.raises(NotHeld, match="nothing of"):
-        shelf.table(header(rank=5).shard)
+        agent.table(header(rank=5).shard)
 
 
-def test_fragments_lie_in_their_own_file_or_in_the_home_copy(shelf):
-    home, fragment = keep(shelf, rank=0), keep(shelf, 1, rank=1)
+def test_fragments_lie_in_their_own_file_or_in_the_home_copy(agent):
+    home, fragment = keep(agent, rank=0), keep(agent, 1, rank=1)
     size_bytes = home.header.fragment_bytes
     for index in range(3):
-        assert shelf.locate(home.header.shard, index) == (
+        assert agent.locate(home.header.shard, index) == (
             home.region.path,
             SUPERBLOCK_BYTES + index * size_bytes,
             size_bytes,
         )
-    assert shelf.locate(fragment.header.shard, 1) == (
+    assert agent.locate(fragment.header.shard, 1) == (
         fragment.region.path,
         SUPERBLOCK_BYTES,
         size_bytes,
     )
     with pytest.raises(NotHeld):
-        shelf.locate(home.header.shard, 3)
-    home.parity = shelf.allocate(
-        "test", parity_region_bytes(home.header), budget_bytes=BUDGET, what="parity"
-    )
-    assert shelf.locate(home.header.shard, 4) == (
+        agent.locate(home.header.shard, 3)
+    home.parity = room(agent, "test", parity_region_bytes(home.header))
+    assert agent.locate(home.header.shard, 4) == (
         home.parity.path,
         SUPERBLOCK_BYTES + size_bytes,
         size_bytes,
     )
     with pytest.raises(NotHeld):
-        shelf.locate(home.header.shard, 5)
+        agent.locate(home.header.shard, 5)
 
 
-def test_a_table_comes_from_any_sealed_piece(shelf):
-    entry = keep(shelf, 2)
-    found = parse_table(shelf.table(entry.header.shard), entry.header, "here")
+def test_a_table_comes_from_any_sealed_piece(agent):
+    entry = keep(agent, 2)
+    found = parse_table(agent.table(entry.header.shard), entry.header, "here")
     assert (found == entry.table).all()
 
 
-def test_run_names_that_cannot_be_paths_are_refused(shelf):
-    with pytest.raises(InvalidConfig), shelf.changed:
-        shelf.ledger("../elsewhere")
-    assert shelf.runs() == []
+def test_run_names_that_cannot_be_paths_are_refused(agent):
+    with pytest.raises(InvalidConfig):
+        fence(agent, 1, run="../elsewhere")
+    assert agent.core.ledgers.runs() == []
 
 
 # -- budget ---------------------------------------------------------------------------------------
 
 
-def test_an_abandoned_timeline_goes_when_the_budget_leaves_no_other_way(shelf):
-    keep(shelf, gen=generation(1, 300), shard_bytes=100_000)
-    keep(shelf, gen=generation(1, 5000), shard_bytes=100_000)
-    budget_bytes = shelf.tier.used_bytes("test") + 60_000
+def test_an_abandoned_timeline_goes_when_the_budget_leaves_no_other_way(agent):
+    keep(agent, gen=generation(1, 300), shard_bytes=100_000)
+    keep(agent, gen=generation(1, 5000), shard_bytes=100_000)
+    budget_bytes = used_bytes(agent, "test") + 60_000
     with pytest.raises(MemoryBudgetTooSmall):
-        stage(shelf, gen=generation(2, 301), shard_bytes=100_000, budget_bytes=budget_bytes)
-    shelf.fence("test", 2, generation(1, 300))
-    stage(shelf, gen=generation(2, 301), shard_bytes=100_000, budget_bytes=budget_bytes)
-    assert held(shelf) == [(generation(1, 300), 0, HOME)]
+        stage(agent, gen=generation(2, 301), shard_bytes=100_000, budget_bytes=budget_bytes)
+    fence(agent, 2, generation(1, 300))
+    stage(agent, gen=generation(2, 301), shard_bytes=100_000, budget_bytes=budget_bytes)
+    assert held(agent) == [(generation(1, 300), 0, HOME)]
     with pytest.raises(MemoryBudgetTooSmall):
-        stage(shelf, gen=generation(2, 302), shard_bytes=100_000, budget_bytes=budget_bytes)
-    assert held(shelf) == [(generation(1, 300), 0, HOME)]
+        stage(agent, gen=generation(2, 302), shard_bytes=100_000, budget_bytes=budget_bytes)
+    assert held(agent) == [(generation(1, 300), 0, HOME)]
 
 
 def test_the_steady_need_is_two_generations_and_parity():
@@ -231,78 +281,74 @@ def test_the_steady_need_is_two_generations_and_parity():
 # -- timelines ------------------------------------------------------------------------------------
 
 
-def test_a_newer_timeline_lets_unfinished_slots_go_and_nothing_else(shelf):
-    slot, kept = stage(shelf, gen=generation(1, 11)), keep(shelf)
-    shelf.admit("test", 2)
+def test_a_newer_timeline_lets_unfinished_slots_go_and_nothing_else(agent):
+    slot, kept = stage(agent, gen=generation(1, 11)), keep(agent)
+    fence(agent, 2)
     assert not slot.region.path.exists()
     assert kept.region.path.exists()
     with pytest.raises(Fenced, match=r"timeline 1 .* timeline 2"):
-        shelf.admit("test", 1)
+        fence(agent, 1)
 
 
-def test_as_many_roll_backs_as_are_remembered_fit_into_the_run_state(shelf):
+def test_as_many_roll_backs_as_are_remembered_fit_into_the_run_state(agent):
     huge = 10**18 - 100
-    shelf.fence(
-        "test",
-        huge + 65,
-        None,
-        [RollBack(huge + at + 1, generation(huge + at)) for at in range(64)],
-    )
-    assert len(again(shelf).ledger("test").roll_backs) == 64
+    each = [RollBack(huge + at + 1, generation(huge + at)) for at in range(64)]
+    fence(agent, huge + 65, roll_backs=each)
+    assert len(ledger(again(agent)).roll_backs) == 64
 
 
-def test_run_state_outlives_the_process(shelf):
-    keep(shelf)
-    shelf.commit("test", NEW)
-    shelf.fence("test", 4, NEW, [RollBack(3, OLD)])
-    later = again(shelf)
-    ledger = later.ledger("test")
-    assert (ledger.fence, ledger.committed, ledger.restored) == (4, NEW, NEW)
-    assert ledger.roll_backs == (RollBack(3, OLD),)
+def test_run_state_outlives_the_process(agent):
+    keep(agent)
+    commit(agent, NEW)
+    fence(agent, 4, NEW, roll_backs=[RollBack(3, OLD)])
+    later = again(agent)
+    found = ledger(later)
+    assert (found.fence, found.committed, found.restored) == (4, NEW, NEW)
+    assert found.roll_backs == (RollBack(3, OLD),)
     with pytest.raises(Fenced):
-        later.commit("test", generation(3, 99))
+        commit(later, generation(3, 99))
 
 
 # -- after a kill ---------------------------------------------------------------------------------
 
 
-def test_sealed_files_come_back_byte_for_byte(shelf):
-    entries = [keep(shelf, rank=0), keep(shelf, 2, rank=1), keep(shelf, 4, rank=2, gen=OLD)]
+def test_sealed_files_come_back_byte_for_byte(agent):
+    entries = [keep(agent, rank=0), keep(agent, 2, rank=1), keep(agent, 4, rank=2, gen=OLD)]
     before = {entry.key: content(entry) for entry in entries}
-    later = again(shelf)
-    assert held(later) == held(shelf)
+    later = again(agent)
+    assert held(later) == held(agent)
     assert rejected(later) == {}
     for entry in entries:
-        with later.pinned(*entry.key) as found:
-            assert found.header == entry.header
-            assert (found.table == entry.table).all()
-            assert content(found) == before[entry.key]
-            assert found.region.name == entry.region.name
-        assert later.locate(*entry.key) == shelf.locate(*entry.key)
-    assert later.tier.used_bytes("test") == shelf.tier.used_bytes("test")
+        found = find(later, *entry.key)
+        assert found.header == entry.header
+        assert (found.table == entry.table).all()
+        assert content(found) == before[entry.key]
+        assert found.region.name == entry.region.name
+        assert later.locate(*entry.key) == agent.locate(*entry.key)
+    assert used_bytes(later, "test") == used_bytes(agent, "test")
 
 
-def test_unfinished_files_and_spare_ones_are_gone(shelf):
-    stage(shelf)
-    spare = keep(shelf, gen=OLD)
-    kept = keep(shelf, 1)
-    shelf.commit("test", NEW)
-    later = again(shelf)
+def test_unfinished_files_and_spare_ones_are_gone(agent):
+    stage(agent)
+    spare = keep(agent, gen=OLD)
+    kept = keep(agent, 1)
+    commit(agent, NEW)
+    later = again(agent)
     assert region_files(later) == [kept.region.path.name]
     assert not spare.region.path.exists()
     assert rejected(later) == {}
-    assert later.tier.used_bytes("test") == kept.region.size_bytes
+    assert used_bytes(later, "test") == kept.region.size_bytes
 
 
-def test_a_kill_before_the_superblock_leaves_nothing_to_believe(shelf):
-    entry = keep(shelf)
+def test_a_kill_before_the_superblock_leaves_nothing_to_believe(agent):
+    entry = keep(agent)
     block = bytes(entry.region.view[:SUPERBLOCK_BYTES])
     entry.region.view[:SUPERBLOCK_BYTES] = bytes(SUPERBLOCK_BYTES)
-    assert held(again(shelf)) == []
+    assert held(again(agent)) == []
     assert not entry.region.path.exists()
-    torn = keep(shelf, 1)
+    torn = keep(agent, 1)
     torn.region.view[:SUPERBLOCK_BYTES] = block[:100].ljust(SUPERBLOCK_BYTES, b"\0")
-    later = again(shelf)
+    later = again(agent)
     assert held(later) == []
     assert "CRC32C" in rejected(later)[torn.region.path.name]
 
@@ -319,46 +365,45 @@ def test_a_kill_before_the_superblock_leaves_nothing_to_believe(shelf):
         (lambda shard: shard.file_bytes - 1, "no end mark"),
     ],
 )
-def test_a_damaged_file_is_left_in_place_and_named(shelf, offset_of, words):
-    bad, good = keep(shelf), keep(shelf, 1)
+def test_a_damaged_file_is_left_in_place_and_named(agent, offset_of, words):
+    bad, good = keep(agent), keep(agent, 1)
     damage(bad.region.path, offset_of(bad.header))
     before = bad.region.path.read_bytes()
-    later = again(shelf)
+    later = again(agent)
     assert held(later) == [(NEW, 0, 1)]
     assert words in rejected(later)[bad.region.path.name]
     assert list(rejected(later)) == [bad.region.path.name]
     assert bad.region.path.read_bytes() == before
-    later.commit("test", generation(1, 11))
+    commit(later, generation(1, 11))
     assert bad.region.path.exists()
     assert good.header.shard == bad.header.shard
 
 
 @pytest.mark.parametrize("left", [8, 100, SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 1, 9000, -4097])
-def test_a_truncated_file_is_left_in_place_and_named(shelf, left):
-    bad = keep(shelf)
+def test_a_truncated_file_is_left_in_place_and_named(agent, left):
+    bad = keep(agent)
     os.truncate(bad.region.path, left if left > 0 else bad.region.size_bytes + left)
-    later = again(shelf)
+    later = again(agent)
     assert held(later) == []
     assert "cut off" in rejected(later)[bad.region.path.name]
     assert bad.region.path.exists()
 
 
-def test_a_claim_of_absurd_size_is_not_believed(shelf):
-    entry = stage(shelf)
-    keep(shelf, 1)
+def test_a_claim_of_absurd_size_is_not_believed(agent):
+    entry = stage(agent)
+    keep(agent, 1)
     huge = header(HOME, k=200, m=56, shard_bytes=(1 << 48) - 1, block_bytes=4096)
     entry.region.view[:SUPERBLOCK_BYTES] = pack_superblock(huge)
-    later = again(shelf)
+    later = again(agent)
     assert held(later) == [(NEW, 0, 1)]
     assert f"{huge.file_bytes} bytes expected" in rejected(later)[entry.region.path.name]
 
 
-def test_a_file_sealed_twice_comes_back_once(shelf):
-    first = keep(shelf, 1)
-    with shelf.changed:
-        shelf.ledger("test").entries.pop(first.key)  # a kill between sealing and entering
-    keep(shelf, 1)
-    later = again(shelf)
+def test_a_file_sealed_twice_comes_back_once(agent):
+    first = keep(agent, 1)
+    ledger(agent).entries.pop(first.key)  # a kill before it was recycled
+    keep(agent, 1)
+    later = again(agent)
     assert held(later) == [(NEW, 0, 1)]
     stage(later, 2)  # takes the other one
     assert len(region_files(later)) == 2
@@ -386,15 +431,14 @@ def litter(folder, suffix):
 
 @pytest.mark.parametrize("suffix", [".region", ".state", ".draft", "", ".region.tmp"])
 @pytest.mark.parametrize("folder", ["regions", "runs", "."])
-def test_litter_stops_nobody_and_the_rest_is_served(shelf, root, folder, suffix):
-    entry = keep(shelf)
-    shelf.commit("test", NEW)
+def test_litter_stops_nobody_and_the_rest_is_served(agent, root, folder, suffix):
+    entry = keep(agent)
+    commit(agent, NEW)
     litter(root / folder, suffix)
-    later = again(shelf)
+    later = again(agent)
     assert held(later) == [(NEW, 0, HOME)]
-    assert later.ledger("test").committed == NEW
-    with later.pinned(*entry.key) as found:
-        assert content(found) == content(entry)
+    assert ledger(later).committed == NEW
+    assert content(find(later, *entry.key)) == content(entry)
     mine = {"regions": ".region", "runs": ".state"}.get(folder) == suffix
     names = {f"{name}{suffix}" for name in ("folder", "loop", "dangling", "locked", "pipe", "huge")}
     assert names <= rejected(later).keys() if mine else rejected(later) == {}
@@ -431,29 +475,29 @@ GOOD_STATE = {"fence": 3, "committed": str(NEW), "restored": ""}
         state_of(GOOD_STATE | {"roll_backs": [["x", str(NEW)]]}),
     ],
 )
-def test_a_damaged_run_state_stops_nobody(shelf, root, raw):
-    keep(shelf)
+def test_a_damaged_run_state_stops_nobody(agent, root, raw):
+    keep(agent)
     (root / "runs" / "test.state").write_bytes(raw)
-    later = again(shelf)
+    later = again(agent)
     assert held(later) == [(NEW, 0, HOME)]
-    assert later.ledger("test").fence >= NEW.timeline
+    assert ledger(later).fence >= NEW.timeline
     assert "test.state" in rejected(later)
     assert (root / "runs" / "test.state").read_bytes() == raw
 
 
-def test_a_good_run_state_is_taken(shelf, root):
+def test_a_good_run_state_is_taken(agent, root):
     (root / "runs" / "test.state").write_bytes(state_of(GOOD_STATE))
-    ledger = again(shelf).ledger("test")
-    assert (ledger.fence, ledger.committed, ledger.restored) == (3, NEW, None)
+    found = ledger(again(agent))
+    assert (found.fence, found.committed, found.restored) == (3, NEW, None)
 
 
-def test_a_draft_that_was_left_is_not_read(shelf, root):
-    shelf.fence("test", 2, None)
+def test_a_draft_that_was_left_is_not_read(agent, root):
+    fence(agent, 2, None)
     (root / "runs" / "test.draft").write_bytes(state_of(GOOD_STATE | {"fence": 9}))
-    later = again(shelf)
-    assert later.ledger("test").fence == 2
-    later.fence("test", 3, None)
-    assert again(later).ledger("test").fence == 3
+    later = again(agent)
+    assert ledger(later).fence == 2
+    fence(later, 3, None)
+    assert ledger(again(later)).fence == 3
 
 
 # -- kills in the middle --------------------------------------------------------------------------
@@ -463,67 +507,85 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("step", ["_remember", "_retire", "_give_up", "_free"])
-@pytest.mark.parametrize("survived", [0, 1, 2])
-def test_a_kill_within_a_commit_loses_nothing_committed(shelf, monkeypatch, step, survived):
-    keep(shelf, gen=generation(1, 8))
-    shelf.commit("test", generation(1, 8))
+@pytest.mark.parametrize("survived", range(6))
+def test_a_kill_within_a_commit_loses_nothing_committed(agent, monkeypatch, survived):
+    keep(agent, gen=generation(1, 8))
+    commit(agent, generation(1, 8))
     for index in (HOME, 1, 2):
-        keep(shelf, index, gen=OLD)
-        keep(shelf, index)
+        keep(agent, index, gen=OLD)
+        keep(agent, index)
     before = {
-        (NEW, index): content(shelf.ledger("test").find(header(gen=NEW).shard, index))
-        for index in (HOME, 1, 2)
+        (NEW, index): content(find(agent, header(gen=NEW).shard, index)) for index in (HOME, 1, 2)
     }
-    calls = iter(range(100))
-    act = getattr(shelf, step)
+    done = iter(range(100))
 
-    def until_the_kill(*arguments):
-        if next(calls) >= survived:
-            raise Killed
-        return act(*arguments)
+    def until_the_kill(act):
+        def wrapped(action):
+            if next(done) >= survived:
+                raise Killed
+            return act(action)
 
-    monkeypatch.setattr(shelf, step, until_the_kill)
+        return wrapped
+
+    for name in ("_result", "_settle"):
+        monkeypatch.setattr(agent._driver, name, until_the_kill(getattr(agent._driver, name)))
     with suppress(Killed):
-        shelf.commit("test", NEW)
-    later = again(shelf)
+        commit(agent, NEW)
+    assert next(done) == survived + (survived < 5)  # the note, and four files that go
+    later = again(agent)
     assert {(NEW, 0, index) for index in (HOME, 1, 2)} <= set(held(later))
     for (gen, index), whole in before.items():
-        with later.pinned(header(gen=gen).shard, index) as found:
-            assert content(found) == whole
-    if later.ledger("test").committed == generation(1, 8):
+        assert content(find(later, header(gen=gen).shard, index)) == whole
+    if ledger(later).committed == generation(1, 8):
         assert len(held(later)) == 7  # nothing went before the commit was noted
     else:
         assert {each[0] for each in held(later)} == {NEW}
 
 
+def test_what_cannot_be_written_down_is_refused_and_lets_nothing_go(agent, monkeypatch):
+    keep(agent, gen=OLD)
+    keep(agent)
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(agent.shelf, "remember", MagicMock(side_effect=full))
+        with pytest.raises(OSError, match="No space"):
+            commit(agent, NEW)
+        with pytest.raises(OSError, match="No space"):
+            fence(agent, 2)
+        assert len(held(agent)) == 2
+    fence(agent, 2)  # as before, but now it is written down, with what was missed
+    assert held(agent) == [(NEW, 0, HOME)]
+    later = ledger(again(agent))
+    assert (later.fence, later.committed) == (2, NEW)
+
+
 @pytest.mark.parametrize("written", [0, 3, 20])
-def test_a_kill_while_writing_the_run_state_keeps_the_old_one(shelf, root, written):
-    keep(shelf)
-    shelf.commit("test", NEW)
+def test_a_kill_while_writing_the_run_state_keeps_the_old_one(agent, root, written):
+    keep(agent)
+    commit(agent, NEW)
     (root / "runs" / "test.draft").write_bytes(state_of(GOOD_STATE)[:written])
-    assert again(shelf).ledger("test").committed == NEW
+    assert ledger(again(agent)).committed == NEW
 
 
 # -- two runs -------------------------------------------------------------------------------------
 
 
-def test_two_runs_side_by_side_never_touch_each_other(shelf):
+def test_two_runs_side_by_side_never_touch_each_other(agent):
     for run in ("a", "b"):
         for gen in (OLD, NEW):
-            keep(shelf, run=run, gen=gen)
-            keep(shelf, 2, run=run, gen=gen)
-    whole = held(shelf, "b")
-    used_bytes = shelf.tier.used_bytes("b")
-    shelf.commit("a", NEW)
-    shelf.discard("a", 0, [OLD, NEW])
-    shelf.fence("a", 7, NEW)
-    stage(shelf, run="a", gen=generation(7, 11))
-    shelf.discard_unfinished("a", 0)
-    for each in (shelf, again(shelf)):
+            keep(agent, run=run, gen=gen)
+            keep(agent, 2, run=run, gen=gen)
+    whole = held(agent, "b")
+    before_bytes = used_bytes(agent, "b")
+    commit(agent, NEW, "a")
+    give_up(agent, 0, [OLD, NEW], "a")
+    fence(agent, 7, NEW, run="a")
+    stage(agent, run="a", gen=generation(7, 11))
+    let_unfinished_go(agent, 0, "a")
+    for each in (agent, again(agent)):
         assert held(each, "b") == whole
-        assert each.tier.used_bytes("b") == used_bytes
-        assert each.ledger("b").fence < 2
-        assert each.ledger("b").committed is None
+        assert used_bytes(each, "b") == before_bytes
+        assert ledger(each, "b").fence < 2
+        assert ledger(each, "b").committed is None
         assert held(each, "a") == [(NEW, 0, HOME), (NEW, 0, 2)]
-    assert shelf.runs() == ["a", "b"]
+    assert agent.core.ledgers.runs() == ["a", "b"]

@@ -122,7 +122,7 @@ class Application:
 
     def _get(self, path: str, match: re.Match[str] | None) -> Reply:
         if match:
-            return 200, "application/octet-stream", self._agent.shelf.table(_shard(match))
+            return 200, "application/octet-stream", self._agent.table(_shard(match))
         if path == "/v1/node":
             return _message(self._agent.info)
         if path == "/v1/status":
@@ -163,7 +163,7 @@ class Application:
             kind, _, index = match["what"].partition("/")
             if kind != "fragments" or not index.isdecimal():
                 raise Refused(404, f"nothing at {environ['PATH_INFO']}")
-            path, offset, size_bytes = self._agent.shelf.locate(shard, int(index))
+            path, offset, size_bytes = self._agent.locate(shard, int(index))
         start, stop, status = _span(environ.get("HTTP_RANGE", ""), size_bytes)
         file = path.open("rb", buffering=0)
         file.seek(offset + start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,9 @@ from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation, ShardId
 from ecckpt.lineage import RollBack, abandoned_by, in_force
 from ecckpt.recovery import Inventory
-from ecckpt.tiers.memory import Region
+
+if TYPE_CHECKING:
+    from ecckpt.tiers.memory import Region
 
 
 @dataclass(eq=False, slots=True)
@@ -41,25 +44,45 @@ class Entry:
         return self.header.shard, self.header.index
 
 
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What of a run must outlive the agent's process, beyond the files themselves."""
+
+    fence: int = 0
+    committed: Generation | None = None
+    restored: Generation | None = None
+    roll_backs: tuple[RollBack, ...] = ()
+
+
 @dataclass(eq=False, slots=True)
 class Ledger:
-    """One run on one node."""
+    """One run on one node. ``noted`` is what was last written down of it."""
 
     run: str
     fence: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
     roll_backs: tuple[RollBack, ...] = ()
+    noted: Notes = field(default_factory=Notes)
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> Notes:
+        """What should be written down of it now."""
+        return Notes(self.fence, self.committed, self.restored, self.roll_backs)
+
+    def check(self, writer: int) -> None:
+        """Raise ``Fenced`` for a writer of an older timeline."""
+        if writer < self.fence:
+            raise Fenced(timeline=writer, current=self.fence)
 
     def admit(self, writer: int) -> bool:
         """Let a writer of that timeline in; True if it is the first of a newer one.
 
         Raises ``Fenced`` for a writer of an older timeline.
         """
-        if writer < self.fence:
-            raise Fenced(timeline=writer, current=self.fence)
+        self.check(writer)
         newer = writer > self.fence
         self.fence = writer
         return newer
@@ -79,17 +102,25 @@ class Ledger:
             node, headers, (), (), self.committed, self.fence, self.roll_backs, dict(self.rejected)
         )
 
-    def commit(self, generation: Generation) -> list[Entry]:
-        """Note that a generation is safe; returns the entries that may go now.
+    def commit(self, generation: Generation) -> None:
+        """Take note that a generation is safe.
 
         Raises ``Fenced`` if its timeline was replaced meanwhile.
         """
-        if generation.timeline < self.fence:
-            raise Fenced(timeline=generation.timeline, current=self.fence)
+        self.check(generation.timeline)
         if self.committed is None or generation > self.committed:
             self.committed = generation
+
+    def outdated(self) -> list[Entry]:
+        """What is older than the committed generation.
+
+        By what was written down: after a kill in between, nothing is missed.
+        """
+        committed = self.noted.committed
         return [
-            entry for (shard, _), entry in self.entries.items() if shard.generation < self.committed
+            entry
+            for (shard, _), entry in self.entries.items()
+            if committed is not None and shard.generation < committed
         ]
 
     def given_up(self, rank: int, generations: Collection[Generation]) -> list[Entry]:

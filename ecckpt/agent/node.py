@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ecckpt import wire
-from ecckpt.agent.fetch import fetch_shard, slot_of
-from ecckpt.agent.hold import Holder
-from ecckpt.agent.ledger import Entry
-from ecckpt.agent.protect import Protector
-from ecckpt.agent.shelf import Shelf, steady_bytes
-from ecckpt.errors import AgentMismatch, InvalidMessage, MemoryBudgetTooSmall, RequestRefused
+from ecckpt.agent.core import Core
+from ecckpt.agent.driver import Driver
+from ecckpt.agent.fetch import slot_of
+from ecckpt.agent.network import Network
+from ecckpt.agent.shelf import Shelf
+from ecckpt.errors import AgentMismatch
 from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 from ecckpt.generation import ShardId
 from ecckpt.recovery import Inventory
 
-_FETCHES = 32
+_WAIT_LIMIT_S = 30.0
 
 
 class Agent:
@@ -30,10 +30,11 @@ class Agent:
 
     def __init__(self, root: Path, *, node: str, domain: str, address: str, token: str) -> None:
         self.shelf = Shelf(root, node=node)
-        self._token = token
-        self._fetching = threading.BoundedSemaphore(_FETCHES)
-        self._protector = Protector(self.shelf, address=address, token=token)
-        self._holder = Holder(self.shelf, token=token)
+        budget_bytes = self.shelf.tier.default_budget_bytes()
+        self.core = Core(node=node, address=address, budget_bytes=budget_bytes)
+        self.shelf.adopt(self.core.ledgers)
+        self._driver = Driver(self.core, self.shelf, Network(token))
+        self._changed = self._driver.changed
         self.info = wire.NodeInfo(
             node=node,
             instance=_instance(root, node),
@@ -45,101 +46,87 @@ class Agent:
             pid=os.getpid(),
         )
 
-    def inventory(self, run: str) -> Inventory:
-        """Everything complete that this node has of a run."""
-        with self.shelf.changed:
-            return self.shelf.look(run).inventory(self.info.node)
+    # -- requests that the core decides -----------------------------------------------------------
 
     def reserve(self, message: wire.Reserve) -> wire.Slot:
         """A slot for a new shard of a rank on this node."""
-        header = message.header
-        run, rank = header.shard.run, header.shard.rank
-        if header.index != HOME:
-            raise InvalidMessage(f"a slot for index {header.index}: only home copies are staged")
-        budget_bytes = message.memory_bytes or self.shelf.tier.default_budget_bytes()
-        need_bytes = steady_bytes(header, local_ranks=message.local_ranks, holders=message.holders)
-        if need_bytes > budget_bytes:
-            raise MemoryBudgetTooSmall(
-                self.info.node,
-                need_bytes=need_bytes,
-                have_bytes=budget_bytes,
-                what=f"keeping shards of {header.shard_bytes:,} bytes for {message.local_ranks} "
-                f"local ranks with RS({header.k}, {header.m})",
-            )
-        self.shelf.admit(run, header.shard.generation.timeline)
-        self.shelf.discard(run, rank, message.discard)
-        self.shelf.discard_unfinished(run, rank)
-        region = self.shelf.allocate(
-            run, header.file_bytes, budget_bytes=budget_bytes, what=f"a slot for {header.shard}"
-        )
-        entry = Entry(header, region, None)
-        self.shelf.put(entry)
-        return slot_of(entry)
-
-    def slot(self, shard: ShardId) -> wire.Slot:
-        """The sealed home copy of a shard."""
-        with self.shelf.pinned(shard, HOME) as entry:
-            if entry.table is None:
-                raise InvalidMessage(f"{shard} is still being staged")
-            return slot_of(entry)
+        return cast(wire.Slot, self._driver.ask(message))
 
     def protect(self, message: wire.Protect) -> wire.Done:
         """Start protecting; ``watch`` tells how it goes."""
-        self._protector.start(message)
-        return wire.Done()
-
-    def watch(self, message: wire.Watch) -> wire.Progress:
-        """How far a shard is."""
-        return self._protector.progress(message)
+        return cast(wire.Done, self._driver.ask(message))
 
     def hold(self, message: wire.Hold) -> wire.Done:
         """Start pulling a fragment; ``held`` goes to its home when that is done."""
-        self._holder.start(message)
-        return wire.Done()
+        return cast(wire.Done, self._driver.ask(message))
 
     def held(self, message: wire.Held) -> wire.Done:
         """A holder's answer to this home."""
-        self._protector.held(message)
-        return wire.Done()
+        return cast(wire.Done, self._driver.ask(message))
 
     def commit(self, message: wire.Commit) -> wire.Done:
         """Let older generations go."""
-        self.shelf.commit(message.run, message.generation)
-        return wire.Done()
+        return cast(wire.Done, self._driver.ask(message))
 
     def fence(self, message: wire.Fence) -> wire.Done:
         """Refuse older timelines."""
-        self.shelf.fence(message.run, message.timeline, message.restored, message.roll_backs)
-        return wire.Done()
+        return cast(wire.Done, self._driver.ask(message))
 
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
-        """Bring a shard here.
+        """Bring a shard here."""
+        return cast(wire.Fetched, self._driver.ask(message))
 
-        Fetching keeps a server thread until it is done; it may never keep so many that none is
-        left to serve the peers that fetch from here.
-        """
-        if not self._fetching.acquire(blocking=False):
-            raise RequestRefused(self.info.node, 503, f"{_FETCHES} shards are being fetched")
-        try:
-            return fetch_shard(self.shelf, message, token=self._token)
-        finally:
-            self._fetching.release()
+    # -- requests that only look ------------------------------------------------------------------
+
+    def watch(self, message: wire.Watch) -> wire.Progress:
+        """How far a shard is; waits for news up to ``wait_s`` (at most 30 s)."""
+        deadline_s = time.monotonic() + min(message.wait_s, _WAIT_LIMIT_S)
+        known = (message.known_state, message.known_committed)
+        with self._changed:
+            while True:
+                now = self.core.progress(message.shard)
+                left_s = deadline_s - time.monotonic()
+                if (now.state, now.committed) != known or left_s <= 0:
+                    return now
+                self._changed.wait(left_s)
+
+    def slot(self, shard: ShardId) -> wire.Slot:
+        """The sealed home copy of a shard."""
+        with self._changed:
+            return slot_of(self.core.home(shard))
+
+    def inventory(self, run: str) -> Inventory:
+        """Everything complete that this node has of a run."""
+        with self._changed:
+            return self.core.ledgers.look(run).inventory(self.info.node)
+
+    def table(self, shard: ShardId) -> bytes:
+        """The packed checksum table of a shard of which anything sealed is here."""
+        with self._changed:
+            return self.core.ledgers.table(shard)
+
+    def locate(self, shard: ShardId, index: int) -> tuple[Path, int, int]:
+        """File, offset and length of a fragment's payload, also where it is part of a home copy."""
+        with self._changed:
+            region, offset, size_bytes = self.core.ledgers.locate(shard, index)
+        return region.path, offset, size_bytes
 
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:
         """File, offset and length of the safetensors file within a home copy."""
-        with self.shelf.pinned(shard, HOME) as entry:
-            if entry.table is None:
-                raise InvalidMessage(f"{shard} is still being staged")
-            return entry.region.path, SUPERBLOCK_BYTES, entry.header.shard_bytes
+        with self._changed:
+            entry = self.core.home(shard)
+        return entry.region.path, SUPERBLOCK_BYTES, entry.header.shard_bytes
 
     def status(self) -> dict[str, Any]:
         """What people and tools want to know, as plain JSON values."""
+        with self._changed:
+            runs = self.core.ledgers.runs()
         return {
             "node": self.info.node,
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
-            "runs": {run: self._run_status(run) for run in self.shelf.runs()},
+            "runs": {run: self._run_status(run) for run in runs},
         }
 
     def _run_status(self, run: str) -> dict[str, Any]:

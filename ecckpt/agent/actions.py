@@ -1,0 +1,227 @@
+"""What an agent has under way, what it does and what it is told: plain values.
+
+Tasks are the work that takes more than one event. Actions are what the core decides; a driver
+performs them. Events are what the driver tells the core: requests, ends of actions, alarms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ecckpt import wire
+from ecckpt.agent.ledger import Entry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ecckpt.tiers.memory import Region
+
+# -- tasks ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Protecting one shard; ``home`` is its home copy until the job has ended.
+
+    ``deadline_s`` comes nearer once enough fragments are held.
+    """
+
+    message: wire.Protect
+    home: Entry | None
+    started_s: float
+    deadline_s: float
+    state: str = "encoding"
+    parity: Region | None = None
+    waiting: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    encode_s: float = 0.0
+    protected_s: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing about it changes any more."""
+        return self.state in ("protected", "failed")
+
+
+@dataclass(eq=False, slots=True)
+class Taking:
+    """Taking in one fragment that another node asked to hold."""
+
+    message: wire.Hold
+    table: np.ndarray
+    region: Region | None = None
+    tries: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Fetching:
+    """Bringing a shard home: into ``region``, with ``parity`` to rebuild from."""
+
+    message: wire.Fetch
+    region: Region | None = None
+    parity: Region | None = None
+
+
+# -- actions that are settled at once, in order, before the next event; they cannot fail ----------
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Complete the file of an entry: table and end mark first, superblock last."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Recycle:
+    """Keep a region for the next taker. Nobody writes to it any more."""
+
+    run: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Give a region back for good: somebody may still have it mapped and write to it."""
+
+    run: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Tell the core ``Due(job)`` at that time, or soon after."""
+
+    at_s: float
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something that people may want to know."""
+
+    text: str
+
+
+# -- answers to the request that the events began with --------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """It is done."""
+
+    message: object
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """It cannot be done."""
+
+    error: Exception
+
+
+# -- actions that take time: each ends in Finished or Failed --------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Write down what must outlive the process of a run, as it is when this is performed.
+
+    Its result is the ``Notes`` that were written. ``answers``: a request waits for it.
+    """
+
+    run: str
+    answers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """A region for a task. Its result is the region; ``budget_bytes`` 0 is the agent's default."""
+
+    run: str
+    size_bytes: int
+    budget_bytes: int
+    what: str
+    task: wire.Reserve | Job | Taking | Fetching
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Fill the job's parity from its home copy. Its result is the checksum table."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Pull the fragment into the task's region. Its result is how many blocks are not proven."""
+
+    taking: Taking
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Pull what is left of a shard into place and rebuild the rest. Its result is ``Gathered``."""
+
+    fetching: Fetching
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A shard in its region, every block proven, and what that took."""
+
+    table: np.ndarray
+    pulled_bytes: int
+    rebuilt_fragments: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Send a message to the agent at an address. ``job`` waits for the answer to a ``Hold``."""
+
+    address: str
+    message: wire.Hold | wire.Held
+    job: Job | None = None
+    node: str = ""
+
+
+Small = Seal | Recycle | Discard | Wake | Warn
+Answer = Reply | Refuse
+Large = Remember | Allocate | Encode | Pull | Gather | Post
+Action = Small | Answer | Large
+
+# -- events ---------------------------------------------------------------------------------------
+
+Request = (
+    wire.Reserve | wire.Protect | wire.Hold | wire.Held | wire.Commit | wire.Fence | wire.Fetch
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A large action is done."""
+
+    action: Large
+    result: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A large action could not be done, and left nothing behind."""
+
+    action: Large
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The time that a ``Wake`` named has come."""
+
+    job: Job
+
+
+Event = Request | Finished | Failed | Due

@@ -1,0 +1,85 @@
+"""The bytes of a shard in its regions: encode, prove, rebuild, seal. No files, no network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ecckpt.agent.gathering import Gathering
+from ecckpt.agent.ledger import Entry
+from ecckpt.blocks import span_of
+from ecckpt.codec import Codec
+from ecckpt.errors import CorruptFragment
+from ecckpt.fragment import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
+
+if TYPE_CHECKING:
+    from ecckpt.tiers.memory import Region
+
+
+def data_views(header: Header, region: Region) -> list[memoryview]:
+    """The k data fragments within a home copy, as views of its region."""
+    return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.k)
+
+
+def parity_views(header: Header, region: Region | None) -> list[memoryview]:
+    """The m parity fragments within a parity region, as views of it."""
+    if region is None:
+        return []
+    return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.m)
+
+
+def fragment_view(header: Header, region: Region) -> memoryview:
+    """The one fragment in a region of its own."""
+    return region.view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.fragment_bytes]
+
+
+def encode_home(header: Header, home: Region, parity: Region | None) -> np.ndarray:
+    """Fill ``parity`` from a home copy; returns the checksum table, uint32 (n, rows)."""
+    return Codec(header.k, header.m).encode(
+        data_views(header, home), parity_views(header, parity), header.block_bytes
+    )
+
+
+def seal(entry: Entry) -> None:
+    """Complete a file: table and end mark first, superblock last."""
+    header, view, table = entry.header, entry.region.view, entry.table
+    assert table is not None
+    trailer = pack_table(table)
+    view[header.trailer_offset : header.trailer_offset + len(trailer)] = trailer
+    view[:SUPERBLOCK_BYTES] = pack_superblock(header)
+
+
+def bad_blocks(
+    header: Header, index: int, view: memoryview, table: np.ndarray, rows: slice | None = None
+) -> list[tuple[int, int]]:
+    """(index, row) of the blocks that fail their CRC32C.
+
+    ``view`` is the whole fragment, or only those ``rows`` of it, counted from the first of them.
+    """
+    sums = table if rows is None else table[:, rows]
+    return Codec(header.k, header.m).verify({index: view}, sums, header.block_bytes)
+
+
+def rebuild(gathering: Gathering, views: list[memoryview], table: np.ndarray) -> int:
+    """Compute every data block that is not proven; returns how many fragments that touched.
+
+    ``views`` are the n fragments in place. Raises ``CorruptFragment`` if a block is not right.
+    """
+    header = gathering.header
+    touched: set[int] = set()
+    for rows, missing, present in gathering.lost():
+        span = span_of(header, rows)
+        sums = Codec(header.k, header.m).rebuild(
+            {index: views[index][span] for index in present},
+            {index: views[index][span] for index in missing},
+            header.block_bytes,
+        )
+        if not np.array_equal(sums[missing], table[missing, rows]):
+            raise CorruptFragment(f"{header.shard}: rebuilt blocks fail their CRC32C")
+        touched.update(missing)
+    return len(touched)
+
+
+def _pieces(view: memoryview, piece_bytes: int, count: int) -> list[memoryview]:
+    return [view[at * piece_bytes : (at + 1) * piece_bytes] for at in range(count)]

@@ -1,0 +1,219 @@
+"""What an agent decides: one event in, the actions that follow out. No I/O, no threads, no clock.
+
+A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
+order. In production that is driver.py, with sockets, threads and files; the simulator has another.
+
+    Reserve, Protect, Hold, Held, Commit, Fence, Fetch     requests (wire.py)
+    Finished, Failed, Due                                  ends of actions, alarms (actions.py)
+
+A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
+hold.py, fetch.py; ledgers.py about files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecckpt import wire
+from ecckpt.agent.actions import (
+    Action,
+    Allocate,
+    Due,
+    Encode,
+    Event,
+    Failed,
+    Fetching,
+    Finished,
+    Gather,
+    Job,
+    Post,
+    Pull,
+    Recycle,
+    Refuse,
+    Remember,
+    Reply,
+    Request,
+    Taking,
+    Warn,
+)
+from ecckpt.agent.fetch import Fetcher, slot_of
+from ecckpt.agent.hold import Holder
+from ecckpt.agent.ledger import Entry, Notes
+from ecckpt.agent.ledgers import Ledgers
+from ecckpt.agent.protect import Protector
+from ecckpt.agent.sizes import steady_bytes
+from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.fragment import HOME
+from ecckpt.generation import ShardId
+
+
+class Core:
+    """One agent's decisions. Not thread-safe: whoever drives it takes one event after another.
+
+    Peers reach the agent at ``address``. ``budget_bytes`` is what a run may use on this node unless
+    it says otherwise.
+    """
+
+    def __init__(self, *, node: str, address: str, budget_bytes: int) -> None:
+        self.ledgers = Ledgers(node)
+        self._node = node
+        self._budget_bytes = budget_bytes
+        self._protector = Protector(self.ledgers, address=address)
+        self._holder = Holder(self.ledgers)
+        self._fetcher = Fetcher(self.ledgers)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What follows from an event at that time. Raises an ``EcckptError`` to refuse a request.
+
+        ``now_s`` is of any clock that never goes back.
+        """
+        match event:
+            case Finished(action, result):
+                return self._finished(action, result, now_s)
+            case Failed(action, error):
+                return self._failed(action, error, now_s)
+            case Due(job):
+                return self._protector.due(job, now_s)
+        return self._requested(event, now_s)
+
+    def progress(self, shard: ShardId) -> wire.Progress:
+        """How far a shard is."""
+        return self._protector.progress(shard)
+
+    def home(self, shard: ShardId) -> Entry:
+        """The sealed home copy of a shard."""
+        entry = self.ledgers.find(shard, HOME)
+        if entry.table is None:
+            raise InvalidMessage(f"{shard} is still being staged")
+        return entry
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _requested(self, request: Request, now_s: float) -> list[Action]:
+        match request:
+            case wire.Reserve():
+                actions = self._reserve(request)
+            case wire.Protect():
+                actions = self._protector.start(request, now_s)
+            case wire.Hold():
+                actions = self._holder.start(request)
+            case wire.Held():
+                actions = [Reply(wire.Done()), *self._protector.held(request, now_s)]
+            case wire.Commit():
+                actions = self._commit(request)
+            case wire.Fence():
+                actions = self._fence(request)
+            case wire.Fetch():
+                actions = self._fetcher.start(request)
+        return actions
+
+    def _reserve(self, message: wire.Reserve) -> list[Action]:
+        header = message.header
+        run, rank = header.shard.run, header.shard.rank
+        if header.index != HOME:
+            raise InvalidMessage(f"a slot for index {header.index}: only home copies are staged")
+        budget_bytes = message.memory_bytes or self._budget_bytes
+        need_bytes = steady_bytes(header, local_ranks=message.local_ranks, holders=message.holders)
+        if need_bytes > budget_bytes:
+            raise MemoryBudgetTooSmall(
+                self._node,
+                need_bytes=need_bytes,
+                have_bytes=budget_bytes,
+                what=f"keeping shards of {header.shard_bytes:,} bytes for {message.local_ranks} "
+                f"local ranks with RS({header.k}, {header.m})",
+            )
+        return [
+            *self.ledgers.admit(run, header.shard.generation.timeline),
+            *self.ledgers.discard(run, rank, message.discard),
+            *self.ledgers.retire(self.ledgers.of(run).unfinished(rank)),
+            Allocate(run, header.file_bytes, budget_bytes, f"a slot for {header.shard}", message),
+        ]
+
+    def _reserved(self, message: wire.Reserve, region: Any) -> list[Action]:
+        header = message.header
+        try:
+            self.ledgers.of(header.shard.run).admit(header.shard.generation.timeline)
+        except Fenced as error:
+            return [Recycle(header.shard.run, region), Refuse(error)]
+        entry = Entry(header, region, None)
+        return [*self.ledgers.enter(entry), Reply(slot_of(entry))]
+
+    def _commit(self, message: wire.Commit) -> list[Action]:
+        ledger = self.ledgers.of(message.run)
+        ledger.commit(message.generation)
+        return self.ledgers.note(ledger, answers=True) or [
+            *self.ledgers.retire(ledger.outdated()),
+            Reply(wire.Done()),
+        ]
+
+    def _fence(self, message: wire.Fence) -> list[Action]:
+        ledger = self.ledgers.of(message.run)
+        newer = ledger.admit(message.timeline)
+        ledger.restored = message.restored or ledger.restored
+        ledger.learn(message.roll_backs)
+        return [
+            *self.ledgers.retire(ledger.unfinished() if newer else ()),
+            *(self.ledgers.note(ledger, answers=True) or [Reply(wire.Done())]),
+        ]
+
+    # -- ends of actions --------------------------------------------------------------------------
+
+    def _finished(self, action: object, result: Any, now_s: float) -> list[Action]:
+        match action:
+            case Remember(run, answers):
+                return self._remembered(run, result, answers=answers)
+            case Allocate(task=task):
+                return self._allocated(task, result)
+            case Encode(job):
+                return self._protector.encoded(job, result, now_s)
+            case Pull(taking):
+                return self._holder.pulled(taking, result)
+            case Gather(fetching):
+                return self._fetcher.gathered(fetching, result)
+        return []  # a message has arrived
+
+    def _remembered(self, run: str, notes: Notes, *, answers: bool) -> list[Action]:
+        ledger = self.ledgers.of(run)
+        ledger.noted = notes
+        gone = self.ledgers.retire(ledger.outdated())
+        return [*gone, Reply(wire.Done())] if answers else gone
+
+    def _allocated(self, task: object, region: Any) -> list[Action]:
+        match task:
+            case Job():
+                return self._protector.allocated(task, region)
+            case Taking():
+                return self._holder.allocated(task, region)
+            case Fetching():
+                return self._fetcher.allocated(task, region)
+            case wire.Reserve():
+                return self._reserved(task, region)
+        raise AssertionError(task)
+
+    def _failed(self, action: object, error: Exception, now_s: float) -> list[Action]:
+        actions: list[Action] = []  # a note is tried again with the next; an answer is not
+        match action:
+            case Allocate(again=False) if isinstance(error, (MemoryBudgetTooSmall, TmpfsFull)):
+                actions = self._make_room(action, error, now_s)
+            case Allocate(task=Job() as job) | Encode(job):
+                actions = self._protector.failed(job, error, now_s)
+            case Allocate(task=Taking() as taking) | Pull(taking):
+                actions = self._holder.failed(taking, error)
+            case Allocate(task=Fetching() as fetching) | Gather(fetching):
+                actions = self._fetcher.failed(fetching, error)
+            case Allocate(task=wire.Reserve()) | Remember(answers=True):
+                actions = [Refuse(error)]
+            case Post(message=wire.Hold(header=header), job=Job() as job, node=node):
+                actions = self._protector.answer(job, header.index, node, str(error), now_s)
+        return actions
+
+    def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
+        """Drop an abandoned timeline where the budget leaves no other way."""
+        again = Allocate(
+            action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
+        )
+        abandoned = self.ledgers.of(action.run).abandoned()
+        if not abandoned:
+            return self._failed(again, error, now_s)
+        text = f"run {action.run}: dropped {len(abandoned)} files of an abandoned timeline"
+        return [*self.ledgers.retire(abandoned), Warn(text), again]

@@ -1,0 +1,183 @@
+"""Drives the core: takes events from many threads, performs what it decides.
+
+Decisions are made one at a time, under a lock, together with those actions that are settled at
+once. What takes time is done outside of it: what a request's answer waits for by the thread that
+asks, the rest by small pools. Threads of the pools serve nobody, so agents that pull from each
+other cannot use up the threads that answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ecckpt.agent.actions import (
+    Allocate,
+    Answer,
+    Discard,
+    Due,
+    Encode,
+    Event,
+    Failed,
+    Finished,
+    Gather,
+    Large,
+    Post,
+    Pull,
+    Recycle,
+    Refuse,
+    Remember,
+    Reply,
+    Request,
+    Seal,
+    Small,
+    Wake,
+    Warn,
+)
+from ecckpt.agent.coding import encode_home, seal
+from ecckpt.agent.core import Core
+from ecckpt.agent.hold import PULLS
+from ecckpt.agent.network import Network
+from ecckpt.agent.shelf import Shelf
+from ecckpt.errors import EcckptError
+
+_log = logging.getLogger(__name__)
+
+_THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16}
+
+
+class Driver:
+    """Thread-safe. ``changed`` guards the core and wakes who waits for news."""
+
+    def __init__(self, core: Core, shelf: Shelf, network: Network) -> None:
+        self.core = core
+        self.changed = threading.Condition()
+        self._shelf = shelf
+        self._network = network
+        self._alarm = _Alarm(self._begin)
+        self._pools = {
+            kind: ThreadPoolExecutor(threads, thread_name_prefix=kind.__name__.lower())
+            for kind, threads in _THREADS.items()
+        }
+
+    def ask(self, request: Request) -> object:
+        """The answer to a request; raises what refuses it."""
+        answer: Answer | None = None
+        todo = deque(self._decide(request))
+        while todo:
+            action = todo.popleft()
+            if isinstance(action, Reply | Refuse):
+                answer = action
+            elif answer is None:
+                todo.extend(self._decide(self._perform(action)))
+            else:
+                self._pools[type(action)].submit(self._work, action)
+        if isinstance(answer, Refuse):
+            raise answer.error
+        assert isinstance(answer, Reply), request
+        return answer.message
+
+    def _begin(self, event: Event) -> None:
+        """Decide about an event that nobody waits for."""
+        for action in self._decide(event):
+            assert not isinstance(action, Reply | Refuse)
+            self._pools[type(action)].submit(self._work, action)
+
+    def _work(self, action: Large) -> None:
+        try:
+            self._begin(self._perform(action))
+        except Exception:
+            _log.exception("after %s", type(action).__name__)
+
+    def _decide(self, event: Event) -> list[Large | Answer]:
+        with self.changed:
+            actions = self.core.handle(event, time.monotonic())
+            large = [action for action in actions if not isinstance(action, Small)]
+            for action in actions:
+                if isinstance(action, Small):
+                    self._settle(action)
+            self.changed.notify_all()
+        return large
+
+    def _settle(self, action: Small) -> None:
+        match action:
+            case Seal(entry):
+                seal(entry)
+            case Recycle() | Discard():
+                self._shelf.let_go(action)
+            case Wake(at_s, job):
+                self._alarm.set(at_s, Due(job))
+            case Warn(text):
+                _log.warning("%s", text)
+
+    def _perform(self, action: Large) -> Event:
+        try:
+            return Finished(action, self._result(action))
+        except (EcckptError, OSError) as error:
+            if not isinstance(action, Allocate):  # which the core may find another way for
+                _log.warning("%s failed: %s", type(action).__name__.lower(), error)
+            return Failed(action, error)
+        except Exception as error:
+            _log.exception("%s failed", type(action).__name__.lower())
+            node = self.core.ledgers.node
+            text = f"unexpected {type(error).__name__}, see the log of {node}"
+            return Failed(action, EcckptError(text))
+
+    def _result(self, action: Large) -> object:
+        match action:
+            case Remember(run):
+                with self.changed:  # the newest notes, whoever comes last
+                    return self._shelf.remember(run, self.core.ledgers.of(run).notes)
+            case Allocate():
+                return self._shelf.allocate(action)
+            case Encode(job):
+                assert job.home is not None
+                return encode_home(job.home.header, job.home.region, job.parity)
+            case Pull(taking):
+                return self._network.pull(taking)
+            case Gather(fetching):
+                return self._network.gather(fetching)
+            case Post():
+                self._network.post(action)
+        return None
+
+
+class _Alarm:
+    """One thread that tells events when their time has come; started with the first of them."""
+
+    def __init__(self, tell: Callable[[Event], None]) -> None:
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._order = itertools.count()
+        self._pending: list[tuple[float, int, Due]] = []
+        self._thread: threading.Thread | None = None
+
+    def set(self, at_s: float, event: Due) -> None:
+        with self._changed:
+            heapq.heappush(self._pending, (at_s, next(self._order), event))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="alarm", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            event = self._await()
+            try:
+                self._tell(event)
+            except Exception:
+                _log.exception("after an alarm")
+
+    def _await(self) -> Due:
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                if self._pending and self._pending[0][0] <= now_s:
+                    return heapq.heappop(self._pending)[2]
+                self._changed.wait(self._pending[0][0] - now_s if self._pending else None)

@@ -1,0 +1,135 @@
+"""All runs of one agent: what enters, what is given up, and what that means for their files.
+
+The only code that changes a ledger. Changes of files come back as actions, in the order in which
+they have to happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ecckpt.agent.actions import Action, Discard, Recycle, Remember
+from ecckpt.agent.ledger import Entry, Ledger
+from ecckpt.errors import NotHeld
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, pack_table
+from ecckpt.generation import Generation, ShardId, check_name
+
+if TYPE_CHECKING:
+    from ecckpt.tiers.memory import Region
+
+
+class Ledgers:
+    """The ledgers by run, and ``rejected``: files that are nobody's, with the reason."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.rejected: dict[str, str] = {}
+        self._runs: dict[str, Ledger] = {}
+
+    def runs(self) -> list[str]:
+        """Names of all runs this node knows."""
+        return sorted(self._runs)
+
+    def of(self, run: str) -> Ledger:
+        """The run's ledger, a new one if need be."""
+        if run not in self._runs:
+            check_name("run", run)
+            self._runs[run] = Ledger(run, rejected=self.rejected)
+        return self._runs[run]
+
+    def look(self, run: str) -> Ledger:
+        """The run's ledger to read: an empty one if the run is not known."""
+        return self._runs.get(run) or Ledger(run, rejected=self.rejected)
+
+    # -- writers ----------------------------------------------------------------------------------
+
+    def admit(self, run: str, writer: int) -> list[Action]:
+        """Let a writer of that timeline in, or raise ``Fenced``; slots of older ones go."""
+        ledger = self.of(run)
+        newer = ledger.admit(writer)
+        return self.retire(ledger.unfinished() if newer else ()) + self.note(ledger)
+
+    def note(self, ledger: Ledger, *, answers: bool = False) -> list[Action]:
+        """Have written down what changed, if anything did."""
+        return [] if ledger.notes == ledger.noted else [Remember(ledger.run, answers)]
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def enter(self, entry: Entry) -> list[Action]:
+        """A file, sealed or staged; one that it replaces is given up."""
+        entries = self.of(entry.header.shard.run).entries
+        older = entries.pop(entry.key, None)
+        entries[entry.key] = entry
+        return [] if older is None else self._give_up(older)
+
+    def retire(self, entries: Iterable[Entry]) -> list[Action]:
+        """Files that may go."""
+        actions: list[Action] = []
+        for entry in list(entries):
+            self._runs[entry.header.shard.run].entries.pop(entry.key, None)
+            actions += self._give_up(entry)
+        return actions
+
+    def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> list[Action]:
+        """Files of generations that their own writer gave up."""
+        return self.retire(self.of(run).given_up(rank, set(generations)))
+
+    def unpin(self, entry: Entry) -> list[Action]:
+        """Somebody is done with an entry."""
+        entry.pins -= 1
+        return self._free(entry) if entry.doomed and not entry.pins else []
+
+    def adopt(self, entry: Entry) -> list[Action]:
+        """A complete file that an earlier process left."""
+        shard = entry.header.shard
+        ledger = self.of(shard.run)
+        ledger.fence = max(ledger.fence, shard.generation.timeline)
+        if ledger.committed is not None and shard.generation < ledger.committed:
+            return self._free(entry)
+        return self.enter(entry)
+
+    def _give_up(self, entry: Entry) -> list[Action]:
+        entry.doomed = True
+        return [] if entry.pins else self._free(entry)
+
+    def _free(self, entry: Entry) -> list[Action]:
+        run = entry.header.shard.run
+        if entry.table is None:
+            return [Discard(run, entry.region)]  # its trainer may still be writing
+        return [Recycle(run, entry.region)]
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def find(self, shard: ShardId, index: int) -> Entry:
+        """The entry, sealed or not; ``NotHeld`` if there is none."""
+        entry = self.look(shard.run).find(shard, index)
+        if entry is None:
+            raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
+        return entry
+
+    def table(self, shard: ShardId) -> bytes:
+        """The packed checksum table of a shard of which anything sealed is here."""
+        for (found, _), entry in self.look(shard.run).entries.items():
+            if found == shard and entry.table is not None:
+                return pack_table(entry.table)
+        raise NotHeld(f"node {self.node} has nothing of {shard}")
+
+    def locate(self, shard: ShardId, index: int) -> tuple[Region, int, int]:
+        """Region, offset and length of a fragment, also where it is part of a home copy."""
+        ledger = self.look(shard.run)
+        entry = ledger.find(shard, index)
+        if entry is not None and entry.table is not None:
+            return entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes
+        home = ledger.find(shard, HOME)
+        if home is not None and home.table is not None and index >= 0:
+            size_bytes, k = home.header.fragment_bytes, home.header.k
+            if index < k:
+                return home.region, SUPERBLOCK_BYTES + index * size_bytes, size_bytes
+            if home.parity is not None and index < home.header.n:
+                return home.parity, SUPERBLOCK_BYTES + (index - k) * size_bytes, size_bytes
+        raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
+
+
+def _name(index: int) -> str:
+    return "home copy" if index == HOME else f"fragment {index}"

@@ -1,0 +1,112 @@
+"""What an agent does over the network: pull a fragment, gather a shard, post a message."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ecckpt import wire
+from ecckpt.agent.actions import Fetching, Gathered, Post, Taking
+from ecckpt.agent.coding import (
+    bad_blocks,
+    data_views,
+    fragment_view,
+    parity_views,
+    rebuild,
+)
+from ecckpt.agent.gathering import Gathering
+from ecckpt.blocks import span_of
+from ecckpt.client import peer_client
+from ecckpt.errors import EcckptError, TooFewFragments
+
+_POST_TIMEOUT_S = 5.0
+_PARALLEL_PULLS = 8
+
+
+class Network:
+    """Requests to other agents, in the thread of whoever calls; ``token`` is their credential."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def post(self, action: Post) -> None:
+        """Send a message; raises what the client raises."""
+        client = peer_client(action.address, self._token, timeout_s=_POST_TIMEOUT_S)
+        match action.message:
+            case wire.Hold() as hold:
+                client.hold(hold)
+            case wire.Held() as held:
+                client.held(held)
+
+    def pull(self, taking: Taking) -> int:
+        """Pull a fragment into its region; returns how many of its blocks are not right."""
+        message, header, region = taking.message, taking.message.header, taking.region
+        assert region is not None
+        view = fragment_view(header, region)
+        client = peer_client(message.source, self._token)
+        client.pull_fragment(header.shard, header.index, view, timeout_s=message.timeout_s)
+        return len(bad_blocks(header, header.index, view, taking.table))
+
+    def gather(self, fetching: Fetching) -> Gathered:
+        """Pull what is left of a shard straight into place, rebuild the rest there, prove all.
+
+        Raises ``TooFewFragments`` when what can be reached does not suffice.
+        """
+        message, region = fetching.message, fetching.region
+        assert region is not None
+        deadline_s = time.monotonic() + message.timeout_s
+        header = message.header
+        table = self._table(message)
+        views = data_views(header, region) + parity_views(header, fetching.parity)
+        gathering = Gathering.of(message)
+
+        def pull(index: int) -> None:
+            self._pull_next(gathering, index, views[index], table, deadline_s)
+
+        with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="fetch") as pool:
+            wanted = gathering.first()
+            while True:
+                list(pool.map(pull, wanted))
+                if not (wanted := gathering.next()):
+                    break
+        rebuilt = rebuild(gathering, views, table)
+        return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+
+    def _table(self, message: wire.Fetch) -> np.ndarray:
+        problems: list[str] = []
+        addresses = dict.fromkeys(a for sources in message.sources for a in sources.addresses)
+        for address in addresses:
+            try:
+                return peer_client(address, self._token).table(message.header)
+            except (EcckptError, OSError) as error:
+                problems.append(str(error))
+        raise TooFewFragments(
+            f"checksums of {message.header.shard}", have=0, need=1, reasons=problems[:8]
+        )
+
+    def _pull_next(
+        self,
+        gathering: Gathering,
+        index: int,
+        view: memoryview,
+        table: np.ndarray,
+        deadline_s: float,
+    ) -> None:
+        """Try one more source of a fragment, for those of its blocks that are not proven yet."""
+        header = gathering.header
+        address, runs = gathering.take(index)
+        client = peer_client(address, self._token)
+        try:
+            for rows in runs:
+                span = span_of(header, rows)
+                timeout_s = max(0.001, deadline_s - time.monotonic())
+                client.pull_fragment(
+                    header.shard, index, view[span], offset=span.start, timeout_s=timeout_s
+                )
+                gathering.pulled_bytes += span.stop - span.start
+                gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))
+        except (EcckptError, OSError) as error:
+            gathering.problems.append(f"fragment {index}: {error}")
+        gathering.judge(index, address)

@@ -1,0 +1,21 @@
+"""How much memory a save needs. Pure."""
+
+from __future__ import annotations
+
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
+
+
+def parity_region_bytes(header: Header) -> int:
+    """Size of a parity region: behind a void superblock, so that no parity is taken for one."""
+    return SUPERBLOCK_BYTES + header.m * header.fragment_bytes
+
+
+def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:
+    """Bytes that a node needs for saves like this one, as home and as holder.
+
+    Two generations of home copies and of as many peers' fragments as it sends out, and the parity
+    of the save in progress.
+    """
+    fragments_bytes = holders * header.at(0).file_bytes
+    home_bytes = header.at(HOME).file_bytes
+    return local_ranks * (2 * home_bytes + parity_region_bytes(header) + 2 * fragments_bytes)

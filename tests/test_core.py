@@ -1,0 +1,507 @@
+"""The core's decisions, event by event: no socket, no thread, no clock, no file."""
+
+from pathlib import Path
+
+import pytest
+from builders import generation, header, table_of
+
+from ecckpt import wire
+from ecckpt.agent import actions as act
+from ecckpt.agent.core import Core
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    Fenced,
+    InvalidMessage,
+    MemoryBudgetTooSmall,
+    NotHeld,
+    RequestRefused,
+)
+from ecckpt.fragment import HOME, pack_table
+from ecckpt.tiers.memory import Region
+
+BUDGET = 1 << 30
+OLD, NEW = generation(1, 9), generation(1, 10)
+
+
+class Hands:
+    """Keeps what is to be done: a test ends large actions, one by one, as it likes.
+
+    Notes are written at once, unless ``writes`` is off.
+    """
+
+    def __init__(self):
+        self.core = Core(node="n1", address="n1:1", budget_bytes=BUDGET)
+        self.now_s = 100.0
+        self.regions = 0
+        self.todo = []
+        self.settled = []
+        self.answers = []
+        self.writes = True
+
+    def tell(self, event):
+        for action in self.core.handle(event, self.now_s):
+            if isinstance(action, act.Reply | act.Refuse):
+                self.answers.append(action)
+            elif isinstance(action, act.Remember) and self.writes:
+                self.tell(act.Finished(action, self.core.ledgers.of(action.run).notes))
+            elif isinstance(action, act.Large):
+                self.todo.append(action)
+            else:
+                self.settled.append(action)
+
+    def ask(self, request):
+        """The answer to a request whose actions all succeed."""
+        self.tell(request)
+        while not self.answers:
+            self.end()
+        answer = self.answers.pop()
+        return answer.message if isinstance(answer, act.Reply) else answer.error
+
+    def next(self, kind):
+        found = next((each for each in self.todo if isinstance(each, kind)), None)
+        assert found is not None, f"no {kind.__name__} in {self.todo}"
+        self.todo.remove(found)
+        return found
+
+    def end(self, kind=object, result=None, *, error=None):
+        """One large action ends; allocating yields a region, remembering what was written."""
+        action = self.next(kind)
+        if error is not None:
+            self.tell(act.Failed(action, error))
+            return action
+        if isinstance(action, act.Allocate):
+            result = self.region()
+        if isinstance(action, act.Remember):
+            result = self.core.ledgers.of(action.run).notes
+        self.tell(act.Finished(action, result))
+        return action
+
+    def region(self):
+        self.regions += 1
+        return Region(Path(f"{self.regions}"), 0, None, memoryview(b""))
+
+    def took(self, kind):
+        found = [each for each in self.settled if isinstance(each, kind)]
+        self.settled = [each for each in self.settled if not isinstance(each, kind)]
+        return found
+
+    def held(self, run="test"):
+        headers = self.core.ledgers.look(run).inventory("n1").headers
+        return sorted((each.shard.generation, each.shard.rank, each.index) for each in headers)
+
+
+@pytest.fixture
+def hands():
+    return Hands()
+
+
+def reserve(gen=NEW, **fields):
+    return wire.Reserve(header(gen=gen, **fields), BUDGET, 1, 5, ())
+
+
+def protect(gen=NEW, *, writer=1, targets=range(5), least=3, timeout_s=60.0):
+    where = tuple(wire.Target(index, f"h{index}", f"h{index}:1") for index in targets)
+    return wire.Protect(header(gen=gen).shard, writer, where, least, BUDGET, timeout_s, ())
+
+
+def hold(index=2, *, writer=1, discard=(), **fields):
+    shard = header(index, **{"gen": NEW} | fields)
+    table = pack_table(table_of(shard))
+    return wire.Hold(shard, writer, table, "n0:1", BUDGET, 60.0, discard)
+
+
+def held(index, problem="", gen=NEW):
+    return wire.Held(header(gen=gen).shard, index, f"h{index}", problem)
+
+
+def commit(gen):
+    return wire.Commit("test", gen)
+
+
+def scattering(hands, **fields):
+    """A shard of which peers are being asked to hold fragments."""
+    hands.ask(reserve())
+    hands.ask(protect(**fields))
+    hands.end(act.Allocate)
+    hands.end(act.Encode, table_of(header()))
+    return header(gen=NEW).shard
+
+
+def take(hands, message):
+    """Hold a fragment; what the home is told."""
+    hands.ask(message)
+    hands.end(act.Allocate)
+    hands.end(act.Pull, 0)
+    return hands.end(act.Post).message.problem
+
+
+def state(hands, gen=NEW):
+    return hands.core.progress(header(gen=gen).shard)
+
+
+# -- slots ----------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_the_region_that_was_allocated(hands):
+    slot = hands.ask(reserve())
+    assert (slot.path, slot.header) == ("1", header(gen=NEW))
+    assert state(hands).state == "staging"
+    assert hands.held() == []
+
+
+def test_a_slot_for_a_fragment_or_beyond_the_budget_is_refused_at_once(hands):
+    with pytest.raises(InvalidMessage, match="only home copies"):
+        hands.tell(reserve(index=1))
+    with pytest.raises(MemoryBudgetTooSmall, match="keeping shards of 900,000,000 bytes"):
+        hands.tell(reserve(shard_bytes=900_000_000))
+    assert not hands.todo
+
+
+def test_a_slot_whose_writer_was_fenced_meanwhile_is_not_given(hands):
+    hands.tell(reserve())
+    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.end(act.Allocate)
+    assert isinstance(hands.answers.pop().error, Fenced)
+    assert len(hands.took(act.Recycle)) == 1
+    assert state(hands).state == "unknown"
+
+
+def test_the_next_slot_of_a_rank_gives_up_the_one_it_never_sealed(hands):
+    hands.ask(reserve(OLD))
+    hands.ask(reserve(NEW))
+    (gone,) = hands.took(act.Discard)
+    assert gone.region.name == "1"
+
+
+def test_room_is_made_of_an_abandoned_timeline_only(hands):
+    for gen in (generation(1, 300), generation(1, 5000)):
+        take(hands, hold(gen=gen))
+    full = MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="a slot")
+    hands.tell(reserve(generation(2, 301)))
+    hands.end(act.Allocate, error=full)
+    assert hands.answers.pop().error is full  # where the run went back to is not known
+    hands.ask(wire.Fence("test", 2, generation(1, 300), ()))
+    hands.tell(reserve(generation(2, 301)))
+    hands.end(act.Allocate, error=full)
+    assert len(hands.took(act.Recycle)) == 1
+    assert hands.held() == [(generation(1, 300), 0, 2)]
+    hands.end(act.Allocate, error=full)
+    assert hands.answers.pop().error is full  # there is no third try
+
+
+# -- protecting -----------------------------------------------------------------------------------
+
+
+def test_a_shard_is_sealed_before_anybody_is_asked_to_hold_it(hands):
+    scattering(hands)
+    assert [each.entry.header.index for each in hands.took(act.Seal)] == [HOME]
+    posts = [each for each in hands.todo if isinstance(each, act.Post)]
+    assert [each.message.header.index for each in posts] == list(range(5))
+    assert {each.message.source for each in posts} == {"n1:1"}
+    assert hands.held() == [(NEW, 0, HOME)]
+
+
+def test_it_is_protected_when_every_holder_has_answered(hands):
+    scattering(hands)
+    for index in range(5):
+        assert state(hands).state == "scattering"
+        hands.ask(held(index, "full" if index == 4 else ""))
+    found = state(hands)
+    assert (found.state, found.held) == ("protected", 4)
+    assert found.problems == ("fragment 4 at h4: full",)
+    assert len(hands.took(act.Recycle)) == 1  # the parity
+
+
+def test_it_fails_when_too_few_hold(hands):
+    scattering(hands)
+    for index in range(5):
+        hands.ask(held(index, "full" if index > 1 else ""))
+    found = state(hands)
+    assert (found.state, found.held) == ("failed", 2)
+    assert "2 fragments held, at least 3 needed" in found.problems
+
+
+def test_who_cannot_be_asked_has_answered(hands):
+    scattering(hands)
+    for _ in range(5):
+        hands.end(act.Post, error=EcckptError("nobody there"))
+    assert state(hands).state == "failed"
+    assert "fragment 0 at h0: nobody there" in state(hands).problems
+
+
+def test_once_enough_hold_the_others_get_a_few_times_as_long(hands):
+    scattering(hands)
+    (wake,) = hands.took(act.Wake)
+    assert wake.at_s == 160.0
+    hands.now_s = 102.0
+    for index in range(3):
+        hands.ask(held(index))
+    (sooner,) = hands.took(act.Wake)
+    assert sooner.at_s == 102.0 + 3 * 2.0
+    hands.now_s = 107.0
+    hands.tell(act.Due(sooner.job))
+    assert state(hands).state == "scattering"
+    hands.now_s = 108.0
+    hands.tell(act.Due(sooner.job))
+    found = state(hands)
+    assert (found.state, found.protected_s) == ("protected", 8.0)
+    assert found.problems == ("fragment 3: no answer", "fragment 4: no answer")
+    hands.now_s = 160.0
+    hands.tell(act.Due(wake.job))
+    assert state(hands) == found
+
+
+def test_nobody_answers_by_the_deadline(hands):
+    scattering(hands, timeout_s=5.0)
+    (wake,) = hands.took(act.Wake)
+    hands.now_s = wake.at_s
+    hands.tell(act.Due(wake.job))
+    assert state(hands).state == "failed"
+
+
+def test_answers_that_nobody_waits_for_are_ignored(hands):
+    hands.ask(held(1))
+    scattering(hands)
+    for index in (0, 1, 2, 3, 4, 4):
+        hands.ask(held(index))
+    assert state(hands).held == 5
+
+
+def test_no_room_for_parity_fails_the_job_alone(hands):
+    hands.ask(reserve())
+    hands.ask(protect())
+    full = MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="the parity")
+    hands.end(act.Allocate, error=full)
+    assert state(hands).state == "failed"
+    assert not hands.took(act.Discard)  # the slot stays: it can be protected again
+
+
+def test_a_home_copy_that_changed_is_not_passed_on(hands):
+    scattering(hands, targets=())
+    assert state(hands).state == "failed"  # 0 of 3
+    hands.ask(protect())
+    hands.end(act.Allocate)
+    hands.end(act.Encode, table_of(header(), seed=2))
+    assert "no longer matches its checksums" in state(hands).problems[0]
+    assert not any(isinstance(each, act.Post) for each in hands.todo)
+
+
+def test_data_fragments_of_a_sealed_home_copy_need_no_encoding(hands):
+    scattering(hands, targets=(), least=0)
+    hands.took(act.Recycle)
+    hands.ask(protect(targets=(0, 2), least=0))
+    assert [each.message.header.index for each in hands.todo] == [0, 2]
+
+
+def test_a_home_copy_in_use_goes_when_its_job_is_done(hands):
+    scattering(hands)
+    hands.ask(commit(generation(1, 11)))
+    assert hands.held() == []
+    assert not hands.took(act.Recycle)
+    for index in range(5):
+        hands.ask(held(index))
+    assert len(hands.took(act.Recycle)) == 2  # parity and home copy
+
+
+def test_protecting_again_ends_the_older_job(hands):
+    scattering(hands)
+    hands.ask(protect())
+    assert state(hands).state == "encoding"
+    assert len(hands.took(act.Recycle)) == 1  # the parity of the first
+    hands.ask(held(0))  # of the first
+    hands.end(act.Allocate)
+    hands.end(act.Encode, table_of(header()))
+    assert state(hands).held == 0
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_protecting_again_lets_the_older_encoding_end(hands, failed):
+    hands.ask(reserve())
+    hands.ask(protect())
+    hands.end(act.Allocate)
+    hands.ask(protect())
+    assert not hands.took(act.Recycle)  # the parity is being written
+    first = hands.next(act.Encode)
+    ended = (
+        act.Failed(first, EcckptError("x")) if failed else act.Finished(first, table_of(header()))
+    )
+    hands.tell(ended)
+    assert len(hands.took(act.Recycle)) == 1
+    assert state(hands).state == "encoding"
+    hands.end(act.Allocate)
+    hands.end(act.Encode, table_of(header()))
+    assert state(hands).state == "scattering"
+
+
+def test_what_is_not_here_cannot_be_protected(hands):
+    with pytest.raises(NotHeld):
+        hands.tell(protect())
+
+
+# -- holding --------------------------------------------------------------------------------------
+
+
+def test_a_fragment_is_pulled_sealed_and_answered(hands):
+    assert take(hands, hold()) == ""
+    assert hands.held() == [(NEW, 0, 2)]
+    assert len(hands.took(act.Seal)) == 1
+
+
+def test_a_fragment_that_is_here_is_answered_at_once(hands):
+    take(hands, hold())
+    hands.ask(hold())
+    assert hands.end(act.Post).message == wire.Held(header(gen=NEW).shard, 2, "n1", "")
+    assert not hands.todo
+
+
+def test_bad_blocks_are_pulled_twice_then_reported(hands):
+    hands.ask(hold())
+    hands.end(act.Allocate)
+    hands.end(act.Pull, 1)
+    hands.end(act.Pull, 1)
+    assert "1 of 1 blocks fail" in hands.end(act.Post).message.problem
+    assert len(hands.took(act.Recycle)) == 1
+    assert hands.held() == []
+
+
+def test_a_second_pull_may_be_right(hands):
+    hands.ask(hold())
+    hands.end(act.Allocate)
+    hands.end(act.Pull, 1)
+    hands.end(act.Pull, 0)
+    assert hands.end(act.Post).message.problem == ""
+
+
+def test_a_fragment_of_a_writer_fenced_meanwhile_is_not_kept(hands):
+    hands.ask(hold())
+    hands.end(act.Allocate)
+    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.end(act.Pull, 0)
+    assert "fenced off" in hands.end(act.Post).message.problem
+    assert not hands.took(act.Seal)
+    assert hands.held() == []
+
+
+def test_four_pulls_at_a_time(hands):
+    for rank in range(6):
+        hands.ask(hold(rank=rank))
+    assert sum(isinstance(each, act.Allocate) for each in hands.todo) == 4
+    hands.end(act.Allocate, error=MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="x"))
+    assert sum(isinstance(each, act.Allocate) for each in hands.todo) == 4
+    hands.end(act.Allocate)
+    hands.end(act.Pull, error=EcckptError("gone"))
+    assert sum(isinstance(each, act.Allocate) for each in hands.todo) == 4
+
+
+def test_a_full_queue_refuses(hands, monkeypatch):
+    monkeypatch.setattr("ecckpt.agent.hold._QUEUE_LIMIT", 2)
+    for rank in range(2):
+        hands.ask(hold(rank=rank))
+    with pytest.raises(RequestRefused, match="2 fragments are queued"):
+        hands.tell(hold(rank=2))
+
+
+def test_what_makes_no_sense_is_not_held(hands):
+    with pytest.raises(InvalidMessage, match="fetched, not held"):
+        hands.tell(hold(HOME))
+    message = hold()
+    with pytest.raises(CorruptFragment):
+        hands.tell(wire.Hold(message.header, 1, message.table[:-1], "n0:1", 0, 1.0, ()))
+    assert not hands.todo
+
+
+def test_a_fragment_may_take_the_place_of_what_its_rank_gave_up(hands):
+    take(hands, hold(gen=OLD))
+    take(hands, hold(gen=OLD, rank=1))
+    assert take(hands, hold(discard=(OLD,))) == ""
+    assert hands.held() == [(OLD, 1, 2), (NEW, 0, 2)]
+
+
+# -- fetching -------------------------------------------------------------------------------------
+
+
+def fetch(writer=1):
+    return wire.Fetch(header(gen=NEW), writer, (), BUDGET, 30.0)
+
+
+def test_a_fetched_shard_is_a_sealed_home_copy(hands):
+    hands.tell(fetch())
+    hands.end(act.Allocate)
+    hands.end(act.Allocate)
+    hands.end(act.Gather, act.Gathered(table_of(header()), 7, 1, ("late",)))
+    answer = hands.answers.pop().message
+    assert (answer.pulled_bytes, answer.rebuilt_fragments, answer.problems) == (7, 1, ("late",))
+    assert answer.slot.path == "1"
+    assert hands.held() == [(NEW, 0, HOME)]
+    assert [each.region.name for each in hands.took(act.Recycle)] == ["2"]
+
+
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_a_fetch_that_fails_leaves_nothing(hands, ended):
+    hands.tell(fetch())
+    for _ in range(ended):
+        hands.end()
+    hands.end(error=EcckptError("no"))
+    assert str(hands.answers.pop().error) == "no"
+    assert len(hands.took(act.Recycle)) == ended
+    assert hands.held() == []
+
+
+def test_a_fetch_whose_writer_was_fenced_meanwhile_is_not_kept(hands):
+    hands.tell(fetch())
+    hands.end(act.Allocate)
+    hands.end(act.Allocate)
+    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.end(act.Gather, act.Gathered(table_of(header()), 7, 1, ()))
+    assert isinstance(hands.answers.pop().error, Fenced)
+    assert len(hands.took(act.Recycle)) == 2
+    assert hands.held() == []
+
+
+def test_so_many_fetches_at_a_time(hands):
+    for _ in range(32):
+        hands.tell(fetch())
+    with pytest.raises(RequestRefused, match="32 shards are being fetched"):
+        hands.tell(fetch())
+    hands.end(act.Allocate, error=EcckptError("no"))
+    hands.tell(fetch())
+
+
+# -- fencing and commit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "late", [hold(writer=1), protect(writer=1), fetch(1), reserve(), commit(NEW)]
+)
+def test_no_request_of_an_older_timeline_changes_anything(hands, late):
+    hands.ask(wire.Fence("test", 2, None, ()))
+    with pytest.raises(Fenced):
+        hands.tell(late)
+    assert not hands.todo
+    assert not hands.settled
+
+
+def test_a_commit_is_answered_when_it_is_written_down_and_lets_go_afterwards(hands):
+    take(hands, hold(gen=OLD))
+    hands.writes = False
+    hands.tell(commit(NEW))
+    assert not hands.answers
+    assert not hands.took(act.Recycle)
+    hands.end(act.Remember)
+    assert len(hands.took(act.Recycle)) == 1
+    assert hands.answers
+    assert state(hands).committed
+
+
+def test_a_commit_that_is_known_is_answered_at_once(hands):
+    hands.ask(commit(NEW))
+    hands.tell(commit(OLD))
+    assert not hands.todo
+    assert isinstance(hands.answers.pop(), act.Reply)
+
+
+def test_a_newer_timeline_lets_slots_go_that_nobody_sealed(hands):
+    hands.ask(reserve())
+    hands.ask(wire.Fence("test", 2, None, ()))
+    assert len(hands.took(act.Discard)) == 1
