@@ -18,6 +18,9 @@ from ecckpt.lineage import RollBack, abandoned_by, in_force
 
 Class = Literal["complete", "recoverable", "lost"]
 
+UNREADABLE_DISK = "disk"
+"""The name in ``rejected`` of a disk as a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
@@ -186,10 +189,15 @@ def on_disk(run: str, inventories: Iterable[Inventory]) -> tuple[Generation, ...
 
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
     ruins: dict[str, str] = {}
+    inventories = list(inventories)
+    # A run leaves traces on several nodes: one disk that cannot be read hides none from all.
+    hidden = all(UNREADABLE_DISK in inventory.rejected for inventory in inventories)
     for inventory in inventories:
         if inventory.committed is not None and inventory.committed not in found:
             ruins[str(inventory.committed)] = "it was committed, and nothing of it was found"
         for name, why in inventory.rejected.items():
+            if name == UNREADABLE_DISK and not hidden:
+                continue
             ruins[f"{inventory.node}/{name}"] = why
     return ruins
 

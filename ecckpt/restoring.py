@@ -24,7 +24,13 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
-from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    NotHeld,
+    NothingToRestore,
+    StateMismatch,
+)
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack, in_force
@@ -126,6 +132,14 @@ class Wanted:
         """Whether somebody chose: later restarts then do not go beyond it by themselves."""
         return self.step is not None or self.generation is not None
 
+    @property
+    def hint(self) -> str:
+        """What to do where it cannot be had."""
+        if not self.named:
+            return "to start from scratch, give the run another name"
+        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
+        return f"{what} was asked for; ecckpt plan-restore lists what there is"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -191,7 +205,7 @@ class Restorer:
                     raise NothingToRestore(
                         self._cluster.run,
                         order.rejected,
-                        hint="to start from scratch, give the run another name",
+                        hint=wanted.hint,
                     )
                 return order, None
             brought, outcome = self._prepare(order, state)
@@ -351,6 +365,8 @@ class Restorer:
         assert order.header is not None
         try:
             return self._proven(self._cluster.agent.slot(order.header.shard))
+        except NotHeld:
+            return None  # on disk only: fetching brings it into memory
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None

@@ -51,8 +51,11 @@ from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
 from ecckpt.errors import EcckptError
+from ecckpt.recovery import UNREADABLE_DISK
 
 _log = logging.getLogger(__name__)
+
+_READING = "disk, for now"
 
 _THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16}
 
@@ -84,7 +87,7 @@ class Driver:
         if self._disk is None:
             return
         with self.changed:
-            self.core.ledgers.rejected["disk"] = "still being read"
+            self.core.ledgers.rejected[_READING] = "still being read"
         reading = self._pools[Write].submit(self._disk.adopt)
         reading.add_done_callback(self._adopted)
         wait([reading], patience_s)
@@ -92,11 +95,11 @@ class Driver:
     def _adopted(self, reading: Future[Found]) -> None:
         with self.changed:
             ledgers = self.core.ledgers
-            del ledgers.rejected["disk"]
+            del ledgers.rejected[_READING]
             try:
                 ledgers.adopt_disk(reading.result())
             except Exception as error:
-                ledgers.rejected["disk"] = str(error)
+                ledgers.rejected[UNREADABLE_DISK] = str(error)
                 _log.exception("the disk cannot be read")
 
     def ask(self, request: Request) -> object:

@@ -18,7 +18,7 @@ from ecckpt.agent.shelf import Shelf
 from ecckpt.errors import AgentMismatch
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
-from ecckpt.recovery import Inventory
+from ecckpt.recovery import UNREADABLE_DISK, Inventory
 
 _WAIT_LIMIT_S = 30.0
 _PATIENCE_S = 5.0  # for reading what is on disk, at a start
@@ -53,7 +53,7 @@ class Agent:
         )
         self.shelf.adopt(self.core.ledgers)
         if disk_problem:
-            self.core.ledgers.rejected["disk"] = disk_problem
+            self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
         self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
         self._changed = self._driver.changed
@@ -151,7 +151,7 @@ class Agent:
         """What people and tools want to know, as plain JSON values."""
         with self._changed:
             runs = self.core.ledgers.runs()
-            problem = self.core.ledgers.rejected.get("disk", "")
+            problem = self.core.ledgers.rejected.get(UNREADABLE_DISK, "")
         return {
             "node": self.info.node,
             "domain": self.info.domain,
