@@ -65,6 +65,11 @@ class _Round:
             (piece.rank, piece.index) for each in self.answers.values() for piece in each.pieces
         ]
 
+    @property
+    def disks(self) -> int:
+        """How many nodes have one."""
+        return sum(each.disk for each in self.answers.values())
+
     def unfinished(self, nodes: Iterable[str]) -> list[str]:
         """Nodes that may still have something to say."""
         return [
@@ -162,10 +167,10 @@ class Storer:
         going = _Round(generation, now_s, moved_s=now_s)
         while True:
             moved = self._ask(going)
-            answers = going.answers.values()
-            if answers and not any(each.disk for each in answers):
-                self._none = True
-                _log.info("no agent has a disk: nothing is stored there")
+            if not going.unfinished(self._peers) and not going.disks:
+                if len(going.answers) == len(self._peers):
+                    self._none = True
+                    _log.info("no agent has a disk: nothing is stored there")
                 return
             short = ranks_short(going.pieces, ranks=self._disks.ranks, least=self._disks.least)
             if self._is_over(going, short=bool(short), moved=moved):

@@ -60,9 +60,11 @@ class Disk:
         found = Found()
         for path in sorted((self.folder / "runs").glob("*.state")):
             with _guarded(found, path):
+                _check_regular(path)
                 found.notes[check_name("run", path.stem)] = _read_notes(path)
         for path in self._tier.found():
             with _guarded(found, path):
+                _check_regular(path)
                 adopted = self._tier.adopt(path)
                 check_name("run", adopted.header.shard.run)
                 found.files.append(adopted)
@@ -107,6 +109,11 @@ def _pieces(entry: Entry) -> Iterator[memoryview]:
         yield buffer[:length]
 
 
+def _check_regular(path: Path) -> None:
+    if not path.is_file():
+        raise InvalidMessage(f"{path.name} is no regular file")
+
+
 def _read_notes(path: Path) -> Notes:
     with path.open("rb") as file:
         return unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
@@ -116,8 +123,6 @@ def _read_notes(path: Path) -> Notes:
 def _guarded(found: Found, path: Path) -> Iterator[None]:
     """What cannot be adopted is left where it is and named, never deleted, never fatal."""
     try:
-        if not path.is_file():
-            raise InvalidMessage(f"{path.name} is no regular file")
         yield
     except Exception as error:
         found.rejected[f"disk/{path.name}"] = str(error)
