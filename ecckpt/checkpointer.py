@@ -1,8 +1,9 @@
 """What a training program uses: Checkpointer, with save, restore and close.
 
-The save path, downwards: ``save`` plans the shard (state/), reserves a slot at the node's agent,
-copies the state into it and returns. The agent (agent/protect.py) encodes the slot and has peers
-hold the fragments; ``saving.Watcher`` sees that through and commits.
+The save path, downwards: ``save`` plans the shard (state/), takes the slot that was reserved at the
+node's agent after the save before (reserving.py), copies the state into it and returns. The agent
+(agent/protect.py) encodes the slot and has peers hold the fragments; ``saving.Watcher`` sees that
+through and commits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from ecckpt import agents as node_agents
 from ecckpt import wire
 from ecckpt.config import ClusterConfig, NodeConfig
 from ecckpt.errors import (
-    AgentUnreachable,
     EcckptError,
     InvalidConfig,
     MemoryBudgetTooSmall,
@@ -36,10 +36,12 @@ from ecckpt.joining import join
 from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
-from ecckpt.restoring import Order, Restored, Restorer, Wanted
+from ecckpt.reserving import Reserver, while_alive
+from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
 from ecckpt.retention import Keep
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
+from ecckpt.staging import Ticket
 from ecckpt.state import ShardPlan, plan_shard
 from ecckpt.storing import Disks, Storer
 
@@ -50,6 +52,9 @@ _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
+
+# One core does not fill the memory's bandwidth, and others are idle while the program waits.
+_COPY_THREADS = 4
 
 
 class Checkpointer:
@@ -128,6 +133,7 @@ class Checkpointer:
         peers = self._cluster.peers
         # Rank 0 decides for all; on others it is never begun.
         self._storer = Storer(run, peers, self._disks(disk_bytes))
+        self._reserver = Reserver(self._cluster.agent, self._slots, self._revive_agent)
         self._watcher = Watcher(
             self._meeting,
             self._cluster.agent,
@@ -139,9 +145,22 @@ class Checkpointer:
         self._parent: Generation | None = None
         self._plan: ShardPlan | None = None
         self._latest: SaveHandle | None = None
+        self._ticket: Ticket | None = None
+        self._last_step: int | None = None
+        self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
         self._closed = False
         atexit.register(self.close)
+
+    @property
+    def run(self) -> str:
+        """Name of the training job."""
+        return self._config.run
+
+    @property
+    def save_timeout_s(self) -> float:
+        """When a save that is not committed has failed."""
+        return self._config.save_timeout_s
 
     @property
     def promise(self) -> str:
@@ -172,20 +191,19 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any]) -> SaveHandle:
         """Take a snapshot of ``state`` and return; protecting it goes on in the background.
 
-        As soon as this returns the state may change. There is no collective and no network here;
-        only if this rank's previous save is not finished does it wait for that one first, so that
-        memory stays bounded. What goes wrong is in the handle (with ``strict`` it is raised) and
+        As soon as this returns the state may change. There is no collective and no network here,
+        and mostly not even a word with this node's agent, which has a slot ready from before. Only
+        the first save, one that needs a larger slot, and one whose predecessor is not finished
+        wait for the agent (so memory stays bounded), and for about two seconds if it is silent.
+        What goes wrong is in the handle (with ``strict``, what goes wrong in here is raised) and
         costs no older generation; an unusable state or budget is raised at the first save.
         """
-        if self._timeline is None:
-            raise WrongOrder("save() before restore()", hint="call restore(state) at every start")
-        if self._latest is not None and step <= self._latest.step:
-            raise WrongOrder(f"step {step} is not after step {self._latest.step}, saved before")
+        generation = Generation(self._check_order(step), step, self._meeting.session)
         started_s = time.perf_counter()
         first = self._latest is None
-        generation = Generation(self._timeline, step, self._meeting.session)
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         handle = SaveHandle(generation, step)
+        self._last_step = step
         try:
             self._await_previous()
             self._stage(handle, shard, state)
@@ -201,37 +219,81 @@ class Checkpointer:
         handle.stall_s = time.perf_counter() - started_s
         return handle
 
+    def _check_order(self, step: int) -> int:
+        """The timeline; ``WrongOrder`` where ``step`` cannot be its next."""
+        if self._timeline is None:
+            raise WrongOrder("save() before restore()", hint="call restore(state) at every start")
+        if self._last_step is not None and step <= self._last_step:
+            raise WrongOrder(f"step {step} is not after step {self._last_step}, saved before")
+        return self._timeline
+
     def _await_previous(self) -> None:
-        previous = self._latest
+        self._settle_ticket()
+        previous = self._in_flight
         if previous is None:
             return
-        if not previous.wait_done(self._config.save_timeout_s):
+        timeout_s = self._config.save_timeout_s
+        if not while_alive(self._cluster.agent, previous.wait_done, timeout_s=timeout_s):
             raise SaveTimedOut(f"the save of step {previous.step} is still not finished")
-        if previous.error is None:
+        self._in_flight = None
+
+    def _settle_ticket(self) -> None:
+        """Whoever had the ticket does not tell how it went; the agents know."""
+        if self._ticket is None:
+            return
+        generation = self._ticket.shard.generation
+        if self._ticket.is_committed():
             self._given_up.clear()
-        elif previous.generation is not None:
-            self._given_up.append(previous.generation)
+            self._storer.committed(generation)
+        else:
+            self._given_up.append(generation)
+        self._ticket = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
         plan = plan_shard(state, previous=self._plan)
         header = self._header(shard, plan.shard_bytes)
-        slot = self._cluster.agent.reserve(
-            wire.Reserve(
-                header=header,
-                memory_bytes=self._cluster.memory_bytes,
-                local_ranks=self._local_ranks,
-                holders=self._cluster.placement.code.holders,
-                discard=tuple(self._given_up),
-            )
-        )
-        payload = self._slots.payload(slot)
-        plan.write(payload[: plan.shard_bytes])
+        slot = self._reserver.take(self._wish(header))
+        payload = self._slots.payload(slot, header.payload_bytes)
+        plan.write(payload[: plan.shard_bytes], threads=_COPY_THREADS)
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
         handle.shard_bytes = plan.shard_bytes
         handle.mark_staged()
         self._plan = plan
-        self._follow(handle, shard, self._targets(), counted=True)
+        self._in_flight = handle
+        message = self._protect(shard, self._targets(), counted=True)
+
+        def start() -> None:
+            self._cluster.agent.stage(wire.Stage(header, slot.region))
+            self._cluster.agent.protect(message)
+
+        self._watcher.follow(
+            Following(
+                handle, shard, self._deadline_s(), start, True, lambda e: self._ended(header, e)
+            )
+        )
+
+    def _wish(self, header: Header) -> wire.Reserve:
+        return wire.Reserve(
+            header=header,
+            memory_bytes=self._cluster.memory_bytes,
+            local_ranks=self._local_ranks,
+            holders=self._cluster.placement.code.holders,
+            discard=tuple(self._given_up),
+        )
+
+    def _ended(self, header: Header, error: EcckptError | None) -> None:
+        """A save has committed or failed: have a slot for the next, which will be about as large.
+
+        Called by the watcher's thread, while the handle still keeps ``save`` from going on.
+        """
+        if header.shard.generation.timeline != self._timeline:
+            return
+        if error is None:
+            self._given_up.clear()
+        else:
+            self._given_up.append(header.shard.generation)
+        self._reserver.ahead(self._wish(header))
 
     def _header(self, shard: ShardId, shard_bytes: int) -> Header:
         code = self._cluster.placement.code
@@ -256,10 +318,10 @@ class Checkpointer:
             wire.Target(index, node, peers[node].address) for index, node in enumerate(holders)
         )
 
-    def _follow(
-        self, handle: SaveHandle, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
-    ) -> None:
-        message = wire.Protect(
+    def _protect(
+        self, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
+    ) -> wire.Protect:
+        return wire.Protect(
             shard=shard,
             writer=self._timeline or 0,
             targets=targets,
@@ -268,11 +330,9 @@ class Checkpointer:
             timeout_s=0.5 * self._config.save_timeout_s,
             discard=tuple(self._given_up),
         )
-        deadline_s = time.monotonic() + self._config.save_timeout_s
-        agent = self._cluster.agent
-        self._watcher.follow(
-            Following(handle, shard, deadline_s, lambda: agent.protect(message), counted)
-        )
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._config.save_timeout_s
 
     def _least(self) -> int:
         """Fragments that a shard needs at its holders, in memory and on disk."""
@@ -294,8 +354,6 @@ class Checkpointer:
         known = error if isinstance(error, EcckptError) else EcckptError(f"{shard}: {error}")
         handle.finish(known)
         self._watcher.abandon(shard)
-        if isinstance(error, AgentUnreachable):
-            self._watcher.call(self._revive_agent)
         if raised or self._strict:
             self._latest = handle
             raise known
@@ -303,9 +361,48 @@ class Checkpointer:
 
     def _revive_agent(self) -> None:
         """Start this node's agent again, as the node it was, at the address its peers know."""
+        node_agents.find_or_start(self._as_it_was())
+
+    def _as_it_was(self) -> NodeConfig:
         home = self._cluster.home
-        node = replace(self._node, node=home.node, domain=home.domain, listen=home.address)
-        node_agents.find_or_start(node)
+        return replace(self._node, node=home.node, domain=home.domain, listen=home.address)
+
+    # -- for writers and readers of other frameworks (integrations/) ------------------------------
+
+    def ticket(self, step: int) -> Ticket:
+        """The right to save this rank's shard of ``step`` by other means than ``save``.
+
+        All ranks take one for the same step. What came of the ticket before is asked of the agents;
+        if nothing, its shard gives way. Raises ``WrongOrder`` as ``save`` does.
+        """
+        generation = Generation(self._check_order(step), step, self._meeting.session)
+        self._await_previous()
+        self._latest, self._last_step = None, step
+        shard = ShardId(self._config.run, generation, self._meeting.rank)
+        self._ticket = Ticket(
+            header=self._header(shard, 0),
+            protection=self._protect(shard, self._targets(), counted=True),
+            agent=self._cluster.agent,
+            peers=tuple(self._cluster.peers.values()),
+            node=self._as_it_was(),
+            local_ranks=self._local_ranks,
+            timeout_s=self._config.save_timeout_s,
+        )
+        return self._ticket
+
+    def find(self, *, step: int | None = None) -> Found | None:
+        """Begin a new timeline, and say what there is to continue from: the newest, or ``step``.
+
+        What ``restore`` does, but for the reading: None if there never was a generation. All ranks
+        call it. Raises ``NothingToRestore``, ``RankTimeout``.
+        """
+        if self._in_flight is not None:
+            self._in_flight.wait_done(self._config.save_timeout_s)
+        restorer = self._restorer()
+        order, found = restorer.find(Wanted(step))
+        self._begin(order, restorer)
+        self._parent = found.generation if found else None
+        return found
 
     # -- restore ----------------------------------------------------------------------------------
 
@@ -345,9 +442,21 @@ class Checkpointer:
             raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
         if isinstance(generation, str):
             generation = Generation.parse(generation)
-        if self._latest is not None:
-            self._latest.wait_done(self._config.save_timeout_s)
-        restorer = Restorer(
+        if self._in_flight is not None:
+            self._in_flight.wait_done(self._config.save_timeout_s)
+        restorer = self._restorer()
+        order, restored = restorer.run(
+            state, Wanted(step, generation), required=resume == "required"
+        )
+        self._begin(order, restorer)
+        if restored is not None:
+            self._parent = restored.generation
+            self._protect_again(order, restored)
+        return restored
+
+    def _restorer(self) -> Restorer:
+        self._restores += 1
+        return Restorer(
             self._meeting,
             self._cluster,
             self._slots,
@@ -355,18 +464,12 @@ class Checkpointer:
             after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
         )
-        self._restores += 1
-        order, restored = restorer.run(
-            state, Wanted(step, generation), required=resume == "required"
-        )
+
+    def _begin(self, order: Order, restorer: Restorer) -> None:
         self._timeline = order.timeline
         self._storer.begin(order.timeline, restorer.stored, restorer.roll_backs)
-        self._latest = None
+        self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
-        if restored is not None:
-            self._parent = restored.generation
-            self._protect_again(order, restored)
-        return restored
 
     def _protect_again(self, order: Order, restored: Restored) -> None:
         """Re-make what the restored generation lost, from the home copy that is here now."""
@@ -375,7 +478,11 @@ class Checkpointer:
             handle.finish()
             return
         handle.mark_staged()
-        self._follow(handle, order.header.shard, order.repair, counted=False)
+        shard, agent = order.header.shard, self._cluster.agent
+        message = self._protect(shard, order.repair, counted=False)
+        self._watcher.follow(
+            Following(handle, shard, self._deadline_s(), lambda: agent.protect(message), False)
+        )
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -392,7 +499,10 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         self._watcher.close()
+        if self._meeting.rank == 0:
+            self._settle_ticket()  # for the disks
         self._storer.close(self._config.save_timeout_s)
+        self._reserver.close()
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
             raise self._latest.error

@@ -100,6 +100,10 @@ class AgentClient:
         timeout_s = self.timeout_s + header.file_bytes / _FAULT_IN_BYTES_PER_S
         return self._post(wire.Slot, header.shard.run, "reserve", message, timeout_s=timeout_s)
 
+    def stage(self, message: wire.Stage) -> None:
+        """Say what has been put into a reserved slot (only on the agent's own node)."""
+        self._post(wire.Done, message.header.shard.run, "stage", message)
+
     def slot(self, shard: ShardId) -> wire.Slot:
         """The slot of a sealed home copy (only on the agent's own node)."""
         return self._post(wire.Slot, shard.run, "slot", shard)

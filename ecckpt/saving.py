@@ -112,13 +112,17 @@ class SaveHandle:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """What the watcher needs to see one save through."""
+    """What the watcher needs to see one save through.
+
+    ``ended`` hears how it went just before the handle tells: the next save cannot have begun.
+    """
 
     handle: SaveHandle
     shard: ShardId
     deadline_s: float
     start: Callable[[], None]
     counted: bool
+    ended: Callable[[EcckptError | None], None] = lambda _: None
 
 
 class Watcher:
@@ -168,25 +172,28 @@ class Watcher:
                 _log.exception("background work for a save failed")
 
     def _see_through(self, following: Following) -> None:
+        failed: EcckptError | None = None
         try:
             self._follow(following)
         except EcckptError as error:
-            self._fail(following, error)
+            failed = self._settled(following, error)
         except Exception as error:
             _log.exception("following %s failed", following.shard)
-            self._fail(following, SaveFailed(f"{following.shard}: {error!r}"))
+            failed = self._settled(following, SaveFailed(f"{following.shard}: {error!r}"))
+        try:
+            following.ended(failed)
+        finally:
+            following.handle.finish(failed)
 
     def _follow(self, following: Following) -> None:
         following.start()
         following.handle.mark_protected(self._await_protected(following))
         if not following.counted:
-            following.handle.finish()
             return
         generation = following.shard.generation
         if self._meeting.add(_counter(generation), 1) == self._meeting.world_size:
             self._commit(following)
         self._await_committed(following)
-        following.handle.finish()
         self._committed(generation)
 
     def _await_protected(self, following: Following) -> wire.Progress:
@@ -224,15 +231,15 @@ class Watcher:
         need not wait for it. One after another: a program that is ending can start no threads.
         """
         for peer in (self._agent, *self._peers):
-            _tell(peer, following.shard)
+            tell_committed(peer, following.shard)
 
-    def _fail(self, following: Following, error: EcckptError) -> None:
+    def _settled(self, following: Following, error: EcckptError) -> EcckptError | None:
+        """The error that a save ends with; None if the other ranks have committed it anyway."""
         if following.counted and not self._give_up(following.shard):
             _log.warning("%s was committed by the other ranks: %s", following.shard, error)
-            following.handle.finish()
-            return
+            return None
         _log.warning("save of step %d failed: %s", following.handle.step, error)
-        following.handle.finish(error)
+        return error
 
     def _give_up(self, shard: ShardId) -> bool:
         """Make sure that a generation can no longer be committed; False if it already is."""
@@ -246,7 +253,8 @@ class Watcher:
             return True
 
 
-def _tell(peer: AgentClient, shard: ShardId) -> None:
+def tell_committed(peer: AgentClient, shard: ShardId) -> None:
+    """Tell an agent, without much patience: one that misses it learns it from the next commit."""
     try:
         replace(peer, timeout_s=_COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
     except (EcckptError, OSError) as error:

@@ -53,8 +53,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A trainer wants a slot for the shard that ``header`` describes.
+    """A trainer wants a slot for its next shard, which may be as large as ``header`` says.
 
+    Of the header, run, rank, timeline and sizes count: the step need not be known yet.
     ``memory_bytes`` is the run's budget on this node (0: the agent's default), ``local_ranks`` how
     many ranks will ask for a slot of this kind, ``holders`` how many peers will keep a fragment of
     it; ``discard`` names generations this rank gave up.
@@ -71,7 +72,8 @@ class Reserve:
 class Slot:
     """A reserved file: map ``path``, the shard belongs at ``payload_offset``.
 
-    ``region`` names the file for life: a mapping made once stays good for it.
+    ``region`` names the file for life: a mapping made once stays good for it. ``file_bytes`` is
+    how much fits into it.
     """
 
     path: str
@@ -79,6 +81,14 @@ class Slot:
     file_bytes: int
     payload_offset: int
     header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The shard that ``header`` describes is in the reserved slot of that ``region``."""
+
+    header: Header
+    region: str
 
 
 @dataclass(frozen=True, slots=True)

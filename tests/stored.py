@@ -102,6 +102,7 @@ def store(
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(shard.ljust(header.payload_bytes, b"\0"))
+        client.stage(wire.Stage(header, slot.region))
         targets = tuple(wire.Target(i, node, addresses[node]) for i, node in enumerate(others))
         client.protect(wire.Protect(header.shard, 1, targets, len(targets), 0, 10.0, ()))
         state = "encoding"

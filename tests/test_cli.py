@@ -159,6 +159,7 @@ def _save(client, run_name, gen, *, world_size):
     with Path(slot.path).open("r+b") as file:
         file.seek(slot.payload_offset)
         file.write(os.urandom(5000))
+    client.stage(wire.Stage(home, slot.region))
     client.protect(wire.Protect(shard, 1, (), 0, 0, 10.0, ()))
     state = "encoding"
     while state not in ("protected", "failed"):

@@ -71,15 +71,15 @@ class Hands:
             self.tell(act.Failed(action, error))
             return action
         if isinstance(action, act.Allocate):
-            result = self.region()
+            result = self.region(action.size_bytes)
         if isinstance(action, act.Remember):
             result = self.core.ledgers.of(action.run).notes
         self.tell(act.Finished(action, result))
         return action
 
-    def region(self):
+    def region(self, size_bytes):
         self.regions += 1
-        return Region(Path(f"{self.regions}"), 0, None, memoryview(b""))
+        return Region(Path(f"{self.regions}"), size_bytes, None, memoryview(b""))
 
     def took(self, kind):
         found = [each for each in self.settled if isinstance(each, kind)]
@@ -98,6 +98,13 @@ def hands():
 
 def reserve(gen=NEW, **fields):
     return wire.Reserve(header(gen=gen, **fields), BUDGET, 1, 5, ())
+
+
+def stage(hands, gen=NEW, **fields):
+    """A shard in its slot."""
+    slot = hands.ask(reserve(gen, **fields))
+    assert hands.ask(wire.Stage(slot.header, slot.region)) == wire.Done()
+    return slot
 
 
 def protect(gen=NEW, *, writer=1, targets=range(5), least=3, timeout_s=60.0):
@@ -121,7 +128,7 @@ def commit(gen):
 
 def scattering(hands, **fields):
     """A shard of which peers are being asked to hold fragments."""
-    hands.ask(reserve())
+    stage(hands)
     hands.ask(protect(**fields))
     hands.end(act.Allocate)
     hands.end(act.Encode, table_of(header()))
@@ -146,8 +153,58 @@ def state(hands, gen=NEW):
 def test_a_slot_is_the_region_that_was_allocated(hands):
     slot = hands.ask(reserve())
     assert (slot.path, slot.header) == ("1", header(gen=NEW))
+    assert state(hands).state == "unknown"
+    assert hands.ask(wire.Stage(slot.header, slot.region)) == wire.Done()
     assert state(hands).state == "staging"
     assert hands.held() == []
+
+
+def test_a_slot_reserved_before_its_step_is_known_takes_what_fits(hands):
+    slot = hands.ask(reserve(OLD))
+    for shard in (header(gen=NEW, shard_bytes=1_000_000), header(gen=NEW, rank=1)):
+        with pytest.raises(NotHeld, match=f"no slot {slot.region}"):
+            hands.tell(wire.Stage(shard, slot.region))
+    with pytest.raises(NotHeld, match="no slot 7"):
+        hands.tell(wire.Stage(header(gen=NEW), "7"))
+    smaller = header(gen=NEW, shard_bytes=5000)
+    assert hands.ask(wire.Stage(smaller, slot.region)) == wire.Done()
+    assert state(hands).state == "staging"
+    with pytest.raises(NotHeld):
+        hands.tell(wire.Stage(smaller, slot.region))  # once only
+
+
+def test_each_rank_has_a_reserved_slot_of_its_own(hands):
+    slots = [hands.ask(reserve(rank=rank)) for rank in (0, 1)]
+    assert not hands.took(act.Discard)
+    for slot in slots:
+        assert hands.ask(wire.Stage(slot.header, slot.region)) == wire.Done()
+
+
+def test_a_slot_reserved_by_an_older_timeline_is_gone(hands):
+    slot = hands.ask(reserve())
+    hands.ask(wire.Fence("test", 2, None, ()))
+    assert [each.region.name for each in hands.took(act.Discard)] == [slot.region]
+    with pytest.raises(Fenced):
+        hands.tell(wire.Stage(slot.header, slot.region))
+
+
+def test_a_slot_asked_for_twice_at_once_is_kept_once(hands):
+    hands.tell(reserve())
+    hands.tell(reserve())
+    hands.end(act.Allocate)
+    hands.end(act.Allocate)
+    assert [each.region.name for each in hands.took(act.Discard)] == ["1"]
+    assert hands.ask(wire.Stage(header(gen=NEW), "2")) == wire.Done()
+
+
+def test_reserved_slots_of_any_run_go_where_there_is_no_room(hands):
+    full = MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="a slot")
+    hands.ask(reserve(run="other"))
+    hands.tell(reserve())
+    hands.end(act.Allocate, error=full)
+    assert [(each.run, each.region.name) for each in hands.took(act.Discard)] == [("other", "1")]
+    hands.end(act.Allocate)
+    assert isinstance(hands.answers.pop(), act.Reply)
 
 
 def test_a_slot_for_a_fragment_or_beyond_the_budget_is_refused_at_once(hands):
@@ -168,7 +225,7 @@ def test_a_slot_whose_writer_was_fenced_meanwhile_is_not_given(hands):
 
 
 def test_the_next_slot_of_a_rank_gives_up_the_one_it_never_sealed(hands):
-    hands.ask(reserve(OLD))
+    stage(hands, OLD)
     hands.ask(reserve(NEW))
     (gone,) = hands.took(act.Discard)
     assert gone.region.name == "1"
@@ -269,7 +326,7 @@ def test_answers_that_nobody_waits_for_are_ignored(hands):
 
 
 def test_no_room_for_parity_fails_the_job_alone(hands):
-    hands.ask(reserve())
+    stage(hands)
     hands.ask(protect())
     full = MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="the parity")
     hands.end(act.Allocate, error=full)
@@ -317,7 +374,7 @@ def test_protecting_again_ends_the_older_job(hands):
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_protecting_again_lets_the_older_encoding_end(hands, failed):
-    hands.ask(reserve())
+    stage(hands)
     hands.ask(protect())
     hands.end(act.Allocate)
     hands.ask(protect())

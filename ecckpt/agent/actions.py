@@ -237,6 +237,7 @@ Action = Small | Answer | Large
 
 Request = (
     wire.Reserve
+    | wire.Stage
     | wire.Protect
     | wire.Hold
     | wire.Held

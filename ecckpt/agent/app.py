@@ -90,6 +90,7 @@ class Application:
         }
         self._local_verbs: dict[str, tuple[type, Callable[[Any], object]]] = {
             "reserve": (wire.Reserve, agent.reserve),
+            "stage": (wire.Stage, agent.stage),
             "protect": (wire.Protect, agent.protect),
             "watch": (wire.Watch, agent.watch),
             "fetch": (wire.Fetch, agent.fetch),

@@ -3,8 +3,8 @@
 A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
-    Reserve, Protect, Hold, Held, Commit, Fence, Fetch,
-    Store, Retain                                          requests (wire.py)
+    Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch,
+    Store, Retain                                                 requests (wire.py)
     Finished, Failed, Due                                  ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
@@ -109,6 +109,8 @@ class Core:
         match request:
             case wire.Reserve():
                 actions = self._reserve(request)
+            case wire.Stage():
+                actions = self._stage(request)
             case wire.Protect():
                 actions = self._protector.start(request, now_s)
             case wire.Hold():
@@ -121,10 +123,8 @@ class Core:
                 actions = self._fence(request)
             case wire.Fetch():
                 actions = self._fetcher.start(request)
-            case wire.Store():
-                actions = self.storekeeper.store(request)
-            case wire.Retain():
-                actions = self.storekeeper.retain(request)
+            case wire.Store() | wire.Retain():
+                actions = self.storekeeper.asked(request)
         return actions
 
     def _reserve(self, message: wire.Reserve) -> list[Action]:
@@ -145,8 +145,8 @@ class Core:
         return [
             *self.ledgers.admit(run, header.shard.generation.timeline),
             *self.ledgers.discard(run, rank, message.discard),
-            *self.ledgers.retire(self.ledgers.of(run).unfinished(rank)),
-            Allocate(run, header.file_bytes, budget_bytes, f"a slot for {header.shard}", message),
+            *self.ledgers.clear(run, rank),
+            Allocate(run, header.file_bytes, budget_bytes, f"a slot for rank {rank}", message),
         ]
 
     def _reserved(self, message: wire.Reserve, region: Any) -> list[Action]:
@@ -155,8 +155,15 @@ class Core:
             self.ledgers.of(header.shard.run).admit(header.shard.generation.timeline)
         except Fenced as error:
             return [Recycle(header.shard.run, region), Refuse(error)]
-        entry = Entry(header, region, None)
-        return [*self.ledgers.enter(entry), Reply(slot_of(entry))]
+        older = self.ledgers.reserve(header.shard.run, header.shard.rank, region)
+        return [*older, Reply(slot_of(header, region))]
+
+    def _stage(self, message: wire.Stage) -> list[Action]:
+        header = message.header
+        run, timeline = header.shard.run, header.shard.generation.timeline
+        self.ledgers.look(run).check(timeline)
+        staged = self.ledgers.stage(header, message.region)
+        return [*staged, *self.ledgers.admit(run, timeline), Reply(wire.Done())]
 
     def _commit(self, message: wire.Commit) -> list[Action]:
         ledger = self.ledgers.of(message.run)
@@ -172,7 +179,7 @@ class Core:
         ledger.restored = message.restored or ledger.restored
         ledger.learn(message.roll_backs)
         return [
-            *self.ledgers.retire(ledger.unfinished() if newer else ()),
+            *(self.ledgers.clear(message.run) if newer else ()),
             *(self.ledgers.note(ledger, answers=True) or [Reply(wire.Done())]),
         ]
 
@@ -242,7 +249,11 @@ class Core:
         return actions
 
     def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
-        """Take back what the disk is slow to write, or else drop an abandoned timeline."""
+        """Drop what is least missed, where there is no other way.
+
+        First what only the disk still needs. Then an abandoned timeline, and slots that ranks of
+        any run have reserved ahead: they may have ended, and one that lives asks again.
+        """
         recalled = self.ledgers.recall(None if isinstance(error, TmpfsFull) else action.run)
         if recalled:
             return [*recalled, action]
@@ -250,7 +261,11 @@ class Core:
             action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
         )
         abandoned = self.ledgers.of(action.run).abandoned()
-        if not abandoned:
+        unused = self.ledgers.unused()
+        if not abandoned and not unused:
             return self._failed(again, error, now_s)
-        text = f"run {action.run}: dropped {len(abandoned)} files of an abandoned timeline"
-        return [*self.ledgers.retire(abandoned), Warn(text), again]
+        text = (
+            f"run {action.run}: dropped {len(abandoned)} files of an abandoned timeline and "
+            f"{len(unused)} slots that were reserved"
+        )
+        return [*unused, *self.ledgers.retire(abandoned), Warn(text), again]

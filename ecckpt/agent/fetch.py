@@ -20,7 +20,7 @@ from ecckpt.agent.ledger import Entry
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.sizes import parity_region_bytes
 from ecckpt.errors import Fenced, RequestRefused
-from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.fragment import SUPERBLOCK_BYTES, Header
 
 if TYPE_CHECKING:
     from ecckpt.tiers.memory import Region
@@ -68,7 +68,7 @@ class Fetcher:
         entry = Entry(message.header, region, gathered.table)
         fetching.region = None
         answer = wire.Fetched(
-            slot_of(entry),
+            slot_of(message.header, region),
             gathered.pulled_bytes,
             gathered.rebuilt_fragments,
             gathered.problems,
@@ -88,12 +88,9 @@ class Fetcher:
         return [Recycle(run, region) for region in regions if region is not None]
 
 
-def slot_of(entry: Entry) -> wire.Slot:
-    """How a trainer on this node reaches a home copy."""
-    region = entry.region
-    return wire.Slot(
-        str(region.path), region.name, region.size_bytes, SUPERBLOCK_BYTES, entry.header
-    )
+def slot_of(header: Header, region: Region) -> wire.Slot:
+    """How a trainer on this node reaches a home copy, or the place for one."""
+    return wire.Slot(str(region.path), region.name, region.size_bytes, SUPERBLOCK_BYTES, header)
 
 
 def _allocate(fetching: Fetching, size_bytes: int) -> Allocate:

@@ -83,6 +83,7 @@ class Ledger:
     recorded: Notes = field(default_factory=Notes)
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
+    reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
     rejected: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -184,6 +185,11 @@ class Ledger:
             and not entry.pins
             and rank in (None, shard.rank)
         ]
+
+    def unused(self, rank: int | None = None) -> list[Region]:
+        """Take back the slot that a rank reserved and staged nothing in; of all ranks for None."""
+        ranks = [each for each in self.reserved if rank in (None, each)]
+        return [self.reserved.pop(each) for each in ranks]
 
     def abandoned(self) -> list[Entry]:
         """The tail of an older timeline beyond the point that a restart went back to.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ecckpt.agent.actions import Action, Discard, Record, Recycle, Remember, Remove
 from ecckpt.agent.ledger import Entry, Ledger
 from ecckpt.errors import NotHeld
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, pack_table
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.generation import Generation, ShardId, check_name
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Ledgers:
         """Let a writer of that timeline in, or raise ``Fenced``; slots of older ones go."""
         ledger = self.of(run)
         newer = ledger.admit(writer)
-        return self.retire(ledger.unfinished() if newer else ()) + self.note(ledger)
+        return (self.clear(run) if newer else []) + self.note(ledger)
 
     def note(self, ledger: Ledger, *, answers: bool = False) -> list[Action]:
         """Have written down what changed, if anything did."""
@@ -82,6 +82,32 @@ class Ledgers:
             self._runs[entry.header.shard.run].entries.pop(entry.key, None)
             actions += self._give_up(entry)
         return actions
+
+    def reserve(self, run: str, rank: int, region: Region) -> list[Action]:
+        """A slot for what a rank saves next; one that it had is given up."""
+        older = self.of(run).unused(rank)
+        self.of(run).reserved[rank] = region
+        return [Discard(run, each) for each in older]
+
+    def stage(self, header: Header, name: str) -> list[Action]:
+        """A shard is in the slot that its rank reserved; ``NotHeld`` if the rank has none such."""
+        reserved = self.of(header.shard.run).reserved
+        region = reserved.get(header.shard.rank)
+        if region is None or region.name != name or region.size_bytes < header.file_bytes:
+            raise NotHeld(f"node {self.node} has no slot {name} for {header.shard}")
+        del reserved[header.shard.rank]
+        return self.enter(Entry(header, region, None))
+
+    def clear(self, run: str, rank: int | None = None) -> list[Action]:
+        """Give up the slots that a rank (None: every one) reserved or staged and never sealed."""
+        ledger = self.of(run)
+        # Their trainers may still be writing.
+        unused: list[Action] = [Discard(run, region) for region in ledger.unused(rank)]
+        return unused + self.retire(ledger.unfinished(rank))
+
+    def unused(self) -> list[Action]:
+        """Give up what all ranks of all runs reserved and have not used yet."""
+        return [Discard(run, each) for run in self._runs for each in self._runs[run].unused()]
 
     def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> list[Action]:
         """Files of generations that their own writer gave up."""

@@ -71,8 +71,12 @@ class Agent:
     # -- requests that the core decides -----------------------------------------------------------
 
     def reserve(self, message: wire.Reserve) -> wire.Slot:
-        """A slot for a new shard of a rank on this node."""
+        """A slot for the next shard of a rank on this node."""
         return cast(wire.Slot, self._driver.ask(message))
+
+    def stage(self, message: wire.Stage) -> wire.Done:
+        """Say what has been put into a reserved slot."""
+        return cast(wire.Done, self._driver.ask(message))
 
     def protect(self, message: wire.Protect) -> wire.Done:
         """Start protecting; ``watch`` tells how it goes."""
@@ -123,7 +127,8 @@ class Agent:
     def slot(self, shard: ShardId) -> wire.Slot:
         """The sealed home copy of a shard."""
         with self._changed:
-            return slot_of(self.core.home(shard))
+            home = self.core.home(shard)
+            return slot_of(home.header, home.region)
 
     def inventory(self, run: str) -> Inventory:
         """Everything complete that this node has of a run."""

@@ -73,7 +73,9 @@ class Protector:
         committed = ledger.committed is not None and ledger.committed >= shard.generation
         job = self._jobs.get(shard)
         if job is None:
-            state = "staging" if ledger.find(shard, HOME) else "unknown"
+            home = ledger.find(shard, HOME)
+            # One that is sealed without a job is what an agent that was killed has left.
+            state = "unknown" if home is None or home.table is not None else "staging"
             return wire.Progress(state, 0, (), committed, 0.0, 0.0)
         problems = tuple(job.problems)
         return wire.Progress(

@@ -29,7 +29,11 @@ class Storekeeper:
         self._problem = problem
         self._storing: dict[str, Storing] = {}
 
-    def store(self, message: wire.Store) -> list[Action]:
+    def asked(self, message: wire.Store | wire.Retain) -> list[Action]:
+        """What a request leads to."""
+        return self._store(message) if isinstance(message, wire.Store) else self._retain(message)
+
+    def _store(self, message: wire.Store) -> list[Action]:
         """Begin to store a generation, or tell how far it is."""
         ledger = self._ledgers.of(message.run)
         ledger.check(message.generation.timeline)
@@ -57,7 +61,7 @@ class Storekeeper:
         waiting_bytes = sum(entry.header.file_bytes for entry in left)
         return wire.Stored(True, pieces, waiting_bytes, tuple(storing.problems))
 
-    def retain(self, message: wire.Retain) -> list[Action]:
+    def _retain(self, message: wire.Retain) -> list[Action]:
         """Note what is on disk everywhere; what is older and not kept goes when that is noted."""
         ledger = self._ledgers.of(message.run)
         ledger.check(message.writer)

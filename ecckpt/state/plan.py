@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -111,11 +111,17 @@ class ShardPlan:
             copy_many(rows, threads=threads)
 
     @classmethod
-    def of(cls, state: dict[Any, Any], previous: Self | None) -> Self:
+    def of(
+        cls, state: dict[Any, Any], previous: Self | None, boxes: Mapping[Path, Sharding]
+    ) -> Self:
         """See ``plan_shard``."""
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
         parts = Parts.of(flat.tensors, flat.paths, shardings)
+        if boxes:
+            parts.shardings.update(
+                (index, boxes[path]) for index, path in enumerate(flat.paths) if path in boxes
+            )
         columns = _Columns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
         layout = previous._layout if previous else None
         if layout is None or layout.paths != flat.paths or layout.columns != columns:
@@ -125,16 +131,22 @@ class ShardPlan:
         return cls(layout, parts, values, shardings)
 
 
-def plan_shard(state: dict[Any, Any], *, previous: ShardPlan | None = None) -> ShardPlan:
+def plan_shard(
+    state: dict[Any, Any],
+    *,
+    previous: ShardPlan | None = None,
+    boxes: Mapping[Path, Sharding] | None = None,
+) -> ShardPlan:
     """Plan the shard of ``state``: a dict of tensors, values and objects, nested at will.
 
     Values are captured now, tensors by ``ShardPlan.write``; ``state_dict()`` is called on modules,
     optimizers and the like. ``previous``, the plan of an earlier save, spares the work on names and
-    header if they are still the same; it is never needed for correctness. Raises
+    header if they are still the same; it is never needed for correctness. ``boxes`` says of plain
+    tensors, by their paths, which part of a global tensor they are. Raises
     ``UnsupportedState``, with the path, for what cannot be stored, before anything is written.
     """
     with _collector_paused():
-        return ShardPlan.of(state, previous)
+        return ShardPlan.of(state, previous, boxes or {})
 
 
 @contextmanager

@@ -24,7 +24,8 @@ class Sharding:
     ``coordinate`` is the rank's place in the mesh (None: outside of it) and ``offset`` where its
     box begins in the global tensor (None where the part is no single box, or there is none).
     ``held`` is set where only a share of the part is meant, the rest being with its replicas:
-    dimension, start and length within the part.
+    dimension, start and length within the part. A box that no mesh explains (``box_of``) has
+    neither placements nor mesh.
     """
 
     shape: tuple[int, ...]
@@ -80,6 +81,12 @@ class Sharding:
         return (
             f"[{placements}] of {list(self.shape)} at {self.coordinate} of mesh {self.mesh_shape}"
         )
+
+
+def box_of(shape: tuple[int, ...], offset: tuple[int, ...]) -> Sharding:
+    """A part that somebody else cut: it begins at ``offset`` of a tensor of ``shape``."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return Sharding(shape, stride, (), (), (), offset)
 
 
 def is_dtensor(value: object) -> bool:

@@ -22,7 +22,7 @@ from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
 
 _MADV_POPULATE_WRITE = 23
-_ZEROS = bytes(1 << 20)
+_FAULT_BYTES = 16 << 20
 _SLACK = 1.25
 
 
@@ -208,9 +208,10 @@ def _map(path: Path, size_bytes: int) -> Region:
 
 
 def _fault_in(region: Region) -> None:
-    try:
-        region.map.madvise(_MADV_POPULATE_WRITE)
-    except OSError:  # before Linux 5.14: writing does the same, slower
-        for start in range(0, region.size_bytes, len(_ZEROS)):
-            stop = min(start + len(_ZEROS), region.size_bytes)
-            region.view[start:stop] = _ZEROS[: stop - start]
+    # In steps: Python lets no other thread run during one, and the agent has requests to answer.
+    for start in range(0, region.size_bytes, _FAULT_BYTES):
+        stop = min(start + _FAULT_BYTES, region.size_bytes)
+        try:
+            region.map.madvise(_MADV_POPULATE_WRITE, start, stop - start)
+        except OSError:  # before Linux 5.14: writing does the same, slower
+            region.view[start:stop] = bytes(stop - start)
