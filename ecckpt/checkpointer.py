@@ -130,15 +130,12 @@ class Checkpointer:
             self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
-        peers = self._cluster.peers
+        peers, agent = self._cluster.peers, self._cluster.agent
         # Rank 0 decides for all; on others it is never begun.
         self._storer = Storer(run, peers, self._disks(disk_bytes))
-        self._reserver = Reserver(self._cluster.agent, self._slots, self._revive_agent)
+        self._reserver = Reserver(agent, self._slots, self._revive_agent)
         self._watcher = Watcher(
-            self._meeting,
-            self._cluster.agent,
-            list(peers.values()),
-            committed=self._storer.committed,
+            self._meeting, agent, list(peers.values()), committed=self._storer.committed
         )
         self._restores = 0
         self._timeline: int | None = None
