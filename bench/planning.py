@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ecckpt import wire
+from ecckpt.collector import collector_paused
 from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.ordering import Way, way_home
@@ -50,7 +51,9 @@ def survivors(placement: Placement, homes: list[str]) -> list[bytes]:
             held[node.id] = []
     return [
         wire.pack(
-            Inventory(node, tuple(held[node]), committed, fence=1, roll_backs=(), rejected={})
+            Inventory(
+                node, tuple(held[node]), (), (), committed, fence=1, roll_backs=(), rejected={}
+            )
         )
         for node in placement.holders
     ]
@@ -69,6 +72,7 @@ def orders(plan: RecoveryPlan, placement: Placement, homes: list[str]) -> list[W
     return [way_home(shard, homes[shard.rank], placement, address) for shard in plan.chosen.shards]
 
 
+@collector_paused()  # as a restore does
 def main() -> None:
     """Print the times, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.planning")

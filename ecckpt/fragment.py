@@ -10,6 +10,7 @@ every block of every other.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Self
@@ -37,10 +38,12 @@ _LIMIT_BYTES = 1 << 48
 _BLOCK_RANGE = range(4096, (1 << 30) + 1)
 
 # All of a header but its parent, in the order in which it is built.
-_FIELDS = ("run", "generation", "rank", "world_size", "index", "k", "m")
-_FIELDS += ("shard_bytes", "fragment_bytes", "block_bytes", "home", "created_unix_s")
+_FIELDS = (
+    *("run", "generation", "rank", "world_size", "index", "k", "m"),
+    *("shard_bytes", "fragment_bytes", "block_bytes", "home", "created_unix_s"),
+)
 _FIELD_TYPES = (str, str, int, int, int, int, int, int, int, int, str, int)
-_fields_of = itemgetter(*_FIELDS)
+_fields_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_FIELDS)
 
 
 def crc32c(data: Buffer) -> int:
@@ -161,11 +164,11 @@ class Header:
             for name, value, kind in zip(_FIELDS, values, _FIELD_TYPES, strict=True):
                 if type(value) is not kind:
                     raise TypeError(f"{name} is {type(value).__name__}")
-        run, generation, rank, *numbers, home, created_unix_s = values
-        shard = ShardId(run, Generation.parse(generation), rank)
+        run, generation, rank, *numbers = values[:-2]
         parent = fields["parent"]
         parent = None if parent is None else Generation.parse(parent)
-        return cls(shard, *numbers, home, parent, created_unix_s)
+        shard = ShardId(run, Generation.parse(generation), rank)
+        return cls(shard, *(*numbers, values[-2], parent, values[-1]))
 
     def problem(self) -> str:
         """What makes these numbers impossible; empty when they fit together."""

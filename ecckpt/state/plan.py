@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ecckpt.collector import collector_paused
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
 from ecckpt.state.dtypes import BYTES_NAMES, CODE_OF
@@ -145,23 +144,8 @@ def plan_shard(
     tensors, by their paths, which part of a global tensor they are. Raises
     ``UnsupportedState``, with the path, for what cannot be stored, before anything is written.
     """
-    with _collector_paused():
+    with collector_paused():
         return ShardPlan.of(state, previous, boxes or {})
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A few tuples per tensor are enough for Python to go through all objects of the program.
-
-    With 20,000 tensors that takes longer than the plan; none of the tuples is garbage.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
