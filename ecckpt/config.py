@@ -25,6 +25,7 @@ class ClusterConfig:
     ``min_margin``: a save counts as protected with k + min_margin fragments at their holders.
     ``save_timeout_s``: after that long without being committed, a save has failed.
     ``restore_timeout_s``: bounds every step of a restore in which ranks wait for each other.
+    ``replicated``: patterns of plain tensors that are the same on all ranks.
     """
 
     run: str
@@ -33,6 +34,7 @@ class ClusterConfig:
     every_steps: int
     save_timeout_s: float
     restore_timeout_s: float
+    replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("run", self.run)

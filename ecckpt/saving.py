@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ecckpt import wire
+from ecckpt.claims import Claims
 from ecckpt.client import AgentClient
 from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
 from ecckpt.generation import Generation, ShardId
 from ecckpt.rendezvous import Meeting
+from ecckpt.state import Claim
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +116,8 @@ class SaveHandle:
 class Following:
     """What the watcher needs to see one save through.
 
-    ``ended`` hears how it went just before the handle tells: the next save cannot have begun.
+    ``claim`` is what the other ranks must have as well. ``ended`` hears how it went just before the
+    handle tells: the next save cannot have begun.
     """
 
     handle: SaveHandle
@@ -122,6 +125,7 @@ class Following:
     deadline_s: float
     start: Callable[[], None]
     counted: bool
+    claim: Claim | None = None
     ended: Callable[[EcckptError | None], None] = lambda _: None
 
 
@@ -132,6 +136,7 @@ class Watcher:
         self._meeting = meeting
         self._agent = agent
         self._peers = peers
+        self._claims = Claims(meeting)
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="ecckpt-watch", daemon=True)
         self._thread.start()
@@ -175,6 +180,9 @@ class Watcher:
             following.handle.finish(failed)
 
     def _follow(self, following: Following) -> None:
+        # First of all: a generation that lacks a shard is never restored, whatever becomes of us.
+        if following.claim is not None:
+            self._claims.compare(following.shard.generation, following.claim)
         following.start()
         following.handle.mark_protected(self._await_protected(following))
         if not following.counted:
@@ -183,6 +191,7 @@ class Watcher:
         if self._meeting.add(_counter(generation), 1) == self._meeting.world_size:
             self._commit(following)
         self._await_committed(following)
+        self._claims.forget()
 
     def _await_protected(self, following: Following) -> wire.Progress:
         state = "encoding"
@@ -200,7 +209,10 @@ class Watcher:
         while not self._watch(following, "protected", committed=False).committed:
             count = self._meeting.add(counter, 0)
             if count < 0:
-                raise SaveFailed(f"{following.shard}: another rank could not protect its shard")
+                why = self._claims.verdict(following.shard.generation)
+                raise SaveFailed(
+                    f"{following.shard}: {why or 'another rank could not protect its shard'}"
+                )
             if count >= self._meeting.world_size:
                 # Whoever completed the count may have died before it told this node.
                 self._agent.commit(following.shard.run, following.shard.generation)
