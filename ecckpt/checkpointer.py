@@ -37,9 +37,10 @@ from ecckpt.native import prefer
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
-from ecckpt.restoring import Order, Restored, Restorer, Wanted
+from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
+from ecckpt.staging import Ticket
 from ecckpt.state import Replicas, ShardPlan, plan_shard
 
 if TYPE_CHECKING:
@@ -137,10 +138,22 @@ class Checkpointer:
             ranks = self._meeting.world_size
             self._replicas = Replicas(self._config.replicated, self._meeting.rank, ranks)
         self._latest: SaveHandle | None = None
+        self._ticket: Ticket | None = None
+        self._last_step: int | None = None
         self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
         self._closed = False
         atexit.register(self.close)
+
+    @property
+    def run(self) -> str:
+        """Name of the training job."""
+        return self._config.run
+
+    @property
+    def save_timeout_s(self) -> float:
+        """When a save that is not committed has failed."""
+        return self._config.save_timeout_s
 
     @property
     def promise(self) -> str:
@@ -168,15 +181,12 @@ class Checkpointer:
         What goes wrong is in the handle (with ``strict``, what goes wrong in here is raised) and
         costs no older generation; an unusable state or budget is raised at the first save.
         """
-        if self._timeline is None:
-            raise WrongOrder("save() before restore()", hint="call restore(state) at every start")
-        if self._latest is not None and step <= self._latest.step:
-            raise WrongOrder(f"step {step} is not after step {self._latest.step}, saved before")
+        generation = Generation(self._check_order(step), step, self._meeting.session)
         started_s = time.perf_counter()
         first = self._latest is None
-        generation = Generation(self._timeline, step, self._meeting.session)
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         handle = SaveHandle(generation, step)
+        self._last_step = step
         try:
             self._await_previous()
             self._stage(handle, shard, state)
@@ -192,7 +202,21 @@ class Checkpointer:
         handle.stall_s = time.perf_counter() - started_s
         return handle
 
+    def _check_order(self, step: int) -> int:
+        """The timeline; ``WrongOrder`` where ``step`` cannot be its next."""
+        if self._timeline is None:
+            raise WrongOrder("save() before restore()", hint="call restore(state) at every start")
+        if self._last_step is not None and step <= self._last_step:
+            raise WrongOrder(f"step {step} is not after step {self._last_step}, saved before")
+        return self._timeline
+
     def _await_previous(self) -> None:
+        if self._ticket is not None:  # whoever had it does not tell; the agents know
+            if self._ticket.is_committed():
+                self._given_up.clear()
+            else:
+                self._given_up.append(self._ticket.shard.generation)
+            self._ticket = None
         previous = self._in_flight
         if previous is None:
             return
@@ -306,9 +330,47 @@ class Checkpointer:
 
     def _revive_agent(self) -> None:
         """Start this node's agent again, as the node it was, at the address its peers know."""
+        node_agents.find_or_start(self._as_it_was())
+
+    def _as_it_was(self) -> NodeConfig:
         home = self._cluster.home
-        node = replace(self._node, node=home.node, domain=home.domain, listen=home.address)
-        node_agents.find_or_start(node)
+        return replace(self._node, node=home.node, domain=home.domain, listen=home.address)
+
+    # -- for writers and readers of other frameworks (integrations/) ------------------------------
+
+    def ticket(self, step: int) -> Ticket:
+        """The right to save this rank's shard of ``step`` by other means than ``save``.
+
+        All ranks take one for the same step. What came of the ticket before is asked of the agents;
+        if nothing, its shard gives way. Raises ``WrongOrder`` as ``save`` does.
+        """
+        generation = Generation(self._check_order(step), step, self._meeting.session)
+        self._await_previous()
+        self._latest, self._last_step = None, step
+        shard = ShardId(self._config.run, generation, self._meeting.rank)
+        self._ticket = Ticket(
+            header=self._header(shard, 0),
+            protection=self._protect(shard, self._targets(), counted=True),
+            agent=self._cluster.agent,
+            peers=tuple(self._cluster.peers.values()),
+            node=self._as_it_was(),
+            local_ranks=self._local_ranks,
+            timeout_s=self._config.save_timeout_s,
+        )
+        return self._ticket
+
+    def find(self, *, step: int | None = None) -> Found | None:
+        """Begin a new timeline, and say what there is to continue from: the newest, or ``step``.
+
+        What ``restore`` does, but for the reading: None if there never was a generation. All ranks
+        call it. Raises ``NothingToRestore``, ``RankTimeout``.
+        """
+        if self._in_flight is not None:
+            self._in_flight.wait_done(self._config.save_timeout_s)
+        order, found = self._restorer().find(Wanted(step))
+        self._begin(order)
+        self._parent = found.generation if found else None
+        return found
 
     # -- restore ----------------------------------------------------------------------------------
 
@@ -350,7 +412,18 @@ class Checkpointer:
             generation = Generation.parse(generation)
         if self._in_flight is not None:
             self._in_flight.wait_done(self._config.save_timeout_s)
-        restorer = Restorer(
+        order, restored = self._restorer().run(
+            state, Wanted(step, generation), required=resume == "required"
+        )
+        self._begin(order)
+        if restored is not None:
+            self._parent = restored.generation
+            self._protect_again(order, restored)
+        return restored
+
+    def _restorer(self) -> Restorer:
+        self._restores += 1
+        return Restorer(
             self._meeting,
             self._cluster,
             self._slots,
@@ -358,17 +431,11 @@ class Checkpointer:
             after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
         )
-        self._restores += 1
-        order, restored = restorer.run(
-            state, Wanted(step, generation), required=resume == "required"
-        )
+
+    def _begin(self, order: Order) -> None:
         self._timeline = order.timeline
-        self._latest = self._in_flight = None
+        self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
-        if restored is not None:
-            self._parent = restored.generation
-            self._protect_again(order, restored)
-        return restored
 
     def _protect_again(self, order: Order, restored: Restored) -> None:
         """Re-make what the restored generation lost, from the home copy that is here now."""

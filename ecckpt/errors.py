@@ -8,6 +8,9 @@ is part of ``str(error)``. Leaves also derive from the built-in class that calle
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind", bound="EcckptError")
 
 
 class EcckptError(Exception):
@@ -16,6 +19,17 @@ class EcckptError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Between processes of one program: a leaf is not made again from what its __init__ takes.
+        return _rebuilt, (type(self), str(self), vars(self))
+
+
+def _rebuilt(kind: type[_Kind], message: str, attributes: Mapping[str, Any]) -> _Kind:
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    vars(error).update(attributes)
+    return error
 
 
 def facts(error: EcckptError) -> dict[str, int]:

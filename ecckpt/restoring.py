@@ -142,6 +142,23 @@ class Cluster:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A generation to continue from, which somebody else reads: where its shards are.
+
+    Every rank has all of them, in the order of the ``saved_by`` ranks that saved. ``peers`` may be
+    read from for ``timeout_s`` more, at any time.
+    """
+
+    generation: Generation
+    saved_by: int
+    margin: int
+    rejected: Mapping[str, str]
+    shards: tuple[ShardSources, ...]
+    peers: Peers
+    timeout_s: float
+
+
 class Restorer:
     """Restores for one rank; ``number`` tells apart several restores of one session."""
 
@@ -198,9 +215,28 @@ class Restorer:
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
+    def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
+        """Choose, and leave the reading to somebody else: no bytes are looked at here."""
+        order = self._order(0, wanted, whole=True)
+        if order.header is None:
+            if order.rejected or wanted.named:
+                raise NothingToRestore(self._cluster.run, order.rejected)
+            return order, None
+        generation = order.header.shard.generation
+        assert self._verdict(0, generation, _Outcome("ok", ""), wanted)
+        return order, Found(
+            generation,
+            order.header.world_size,
+            order.margin,
+            order.rejected,
+            order.shards,
+            self._reading_peers(),
+            0.8 * self._timeout_s,
+        )
+
     # -- rank 0 -----------------------------------------------------------------------------------
 
-    def _order(self, attempt: int, wanted: Wanted) -> Order:
+    def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
@@ -212,7 +248,7 @@ class Restorer:
                 refused=self._refused,
             )
             self._roll_backs = plan.roll_backs
-            return [wire.pack(order) for order in self._orders(plan)]
+            return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
             f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
@@ -246,7 +282,7 @@ class Restorer:
                     _log.warning("node %s: %s", node, error)
         return answers
 
-    def _orders(self, plan: RecoveryPlan) -> list[Order]:
+    def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
         world_size = self._meeting.world_size
         rejected = {
             name: next((why for each, why in self._refused.items() if str(each) == name), why)
@@ -257,7 +293,7 @@ class Restorer:
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
             nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
             return [nothing] * world_size
-        if plan.chosen.world_size != world_size:
+        if whole or plan.chosen.world_size != world_size:
             return [self._order_to_reshape(plan.chosen, rejected)] * world_size
         orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
         if plan.chosen.generation in self._relaid:
@@ -330,15 +366,17 @@ class Restorer:
 
     def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
         rank, ranks = self._meeting.rank, self._meeting.world_size
-        peers = Peers(
-            clients=self._peers,
-            near=self._cluster.home.node,
-            spread=rank,
-            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
-        )
-        made = reshape_from(order.shards, peers, state, rank=rank, ranks=ranks)
+        made = reshape_from(order.shards, self._reading_peers(), state, rank=rank, ranks=ranks)
         return _Brought(
             made.shard, "peers", made.pulled_bytes, made.rebuilt_fragments, made.reseeded
+        )
+
+    def _reading_peers(self) -> Peers:
+        return Peers(
+            clients=self._peers,
+            near=self._cluster.home.node,
+            spread=self._meeting.rank,
+            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
         )
 
     def _from_home(self, order: Order) -> memoryview | None:

@@ -1,6 +1,7 @@
 """Errors: what they say, what they are, and how much of them crosses to another process."""
 
 import inspect
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,14 @@ def test_an_error_comes_back_with_its_text_and_numbers(error):
     assert str(again) == str(error)
     assert facts(again) == facts(error)
     assert again.hint == ""
+
+
+@every_example
+def test_an_error_goes_to_another_process_of_the_program(error):
+    again = ForkingPickler.loads(ForkingPickler.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
 
 
 @every_example

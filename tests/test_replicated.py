@@ -1,4 +1,4 @@
-"""Plain tensors that all ranks have: stored once, back on any number of ranks, held to the claim."""
+"""Plain tensors that all ranks have: stored once, back on any number of ranks, checked."""
 
 from __future__ import annotations
 

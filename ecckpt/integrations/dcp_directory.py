@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ecckpt.errors import EcckptError, InvalidConfig, StateMismatch, UnsupportedState
 from ecckpt.folders import finished_folder, require_unused
+from ecckpt.integrations.dcp_shard import Notes
 from ecckpt.opening import Opened
 from ecckpt.state.encoding import Encoder
 from ecckpt.state.shard import meta_tensor
@@ -122,13 +123,15 @@ def _flatten(opened: Opened, prefix: str) -> _Flat:
             names[id(tensor)] = name
             return tensor
 
-        state, paths = flatten_state_dict(opened.tree_of(rank, stand_in))
+        tree = opened.tree_of(rank, stand_in)
+        notes = Notes.take(tree)  # DCP flattened it already
+        state, paths = (tree, notes.paths) if notes else flatten_state_dict(tree)
         for fqn, value in state.items():
             if fqn.startswith(prefix):
                 short = fqn[len(prefix) :]
                 name = names.get(id(value))
                 _add(flat, short, value, name, rank)
-                flat.paths.setdefault(short, (short,) if prefix else paths[fqn])
+                flat.paths.setdefault(short, (short,) if prefix else paths.get(fqn, (fqn,)))
     return flat
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -127,7 +127,11 @@ class ShardPlan:
 
     @classmethod
     def of(
-        cls, state: dict[Any, Any], previous: Self | None, replicas: Replicas | None = None
+        cls,
+        state: dict[Any, Any],
+        previous: Self | None,
+        boxes: Mapping[Path, Sharding],
+        replicas: Replicas | None,
     ) -> Self:
         """See ``plan_shard``."""
         flat = flatten(state)
@@ -137,6 +141,10 @@ class ShardPlan:
             layout = None
         covered = layout.covered if layout else _covered(state, flat.paths, replicas)
         parts = Parts.of(flat.tensors, flat.paths, shardings, replicas, covered)
+        if boxes:
+            parts.shardings.update(
+                (index, boxes[path]) for index, path in enumerate(flat.paths) if path in boxes
+            )
         columns = _Columns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
         if layout is None or layout.columns != columns:
             layout = _arrange(flat.paths, covered, columns)
@@ -149,6 +157,7 @@ def plan_shard(
     state: dict[Any, Any],
     *,
     previous: ShardPlan | None = None,
+    boxes: Mapping[Path, Sharding] | None = None,
     replicas: Replicas | None = None,
 ) -> ShardPlan:
     """Plan the shard of ``state``: a dict of tensors, values and objects, nested at will.
@@ -156,12 +165,13 @@ def plan_shard(
     Values are captured now, tensors by ``ShardPlan.write``; ``state_dict()`` is called on modules,
     optimizers and the like. ``previous``, the plan of an earlier save, spares the work on names and
     header if they are still the same (and must be of the same ``replicas``); it is never needed for
-    correctness. Of the plain tensors that ``replicas`` names a share is stored. Raises
+    correctness. ``boxes`` says of plain tensors, by their paths, which part of a global tensor they
+    are. Of the plain tensors that ``replicas`` names a share is stored. Raises
     ``UnsupportedState``, with the path, for what cannot be stored, before anything is written, and
     ``InvalidConfig`` for ``replicas`` that name nothing.
     """
     with _collector_paused():
-        return ShardPlan.of(state, previous, replicas)
+        return ShardPlan.of(state, previous, boxes or {}, replicas)
 
 
 def _covered(

@@ -25,7 +25,8 @@ class Sharding:
     box begins in the global tensor (None where the part is no single box, or there is none).
     ``held`` is set where only a share of the part is meant, the rest being with its replicas:
     dimension, start and length within the part. ``plain``: it is no DTensor, but one of the tensors
-    that all ranks were said to have (`replicas.py`).
+    that all ranks were said to have (`replicas.py`). A box that no mesh explains (``box_of``) has
+    neither placements nor mesh.
     """
 
     shape: tuple[int, ...]
@@ -82,6 +83,12 @@ class Sharding:
         return (
             f"[{placements}] of {list(self.shape)} at {self.coordinate} of mesh {self.mesh_shape}"
         )
+
+
+def box_of(shape: tuple[int, ...], offset: tuple[int, ...]) -> Sharding:
+    """A part that somebody else cut: it begins at ``offset`` of a tensor of ``shape``."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return Sharding(shape, stride, (), (), (), offset)
 
 
 def is_dtensor(value: object) -> bool:
