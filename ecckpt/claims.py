@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 
-from ecckpt.errors import SaveFailed
-from ecckpt.generation import Generation
+from ecckpt.errors import EcckptError, SaveFailed
+from ecckpt.generation import Generation, ShardId
 from ecckpt.rendezvous import Meeting
 from ecckpt.state import Claim
 
@@ -48,19 +48,23 @@ class Claims:
         )
         self._leave(_key(generation, "verdict"))
         self._meeting.put(_key(generation, "verdict"), text.encode()[:4000])
-        raise SaveFailed(
-            text, hint='name only what is equal on all ranks; "!PATTERN" takes out again'
-        )
+        raise SaveFailed(text)
 
-    def verdict(self, generation: Generation) -> str:
-        """Why a rank gave the generation up, if its claim was the reason."""
-        return (self._meeting.look(_key(generation, "verdict")) or b"").decode(errors="replace")
+    def explain(self, shard: ShardId, failed: EcckptError | None) -> EcckptError | None:
+        """How a save ended, once it has: with another rank's words if its claim was the reason.
 
-    def forget(self) -> None:
-        """After a commit: nobody needs what this rank has left in the store any more."""
-        for key in self._left:
-            self._meeting.drop(key)
-        self._left.clear()
+        After a commit nobody needs what this rank has left in the store any more, and it goes.
+        """
+        try:
+            if failed is None:
+                for key in self._left:
+                    self._meeting.drop(key)
+                self._left.clear()
+            elif verdict := self._meeting.look(_key(shard.generation, "verdict")):
+                return SaveFailed(f"{shard}: {verdict.decode(errors='replace')}")
+        except (RuntimeError, OSError) as error:
+            _log.warning("the run's store does not answer: %s", error)
+        return failed
 
     def _leave(self, key: str) -> None:
         self._left.append(key)

@@ -28,7 +28,8 @@ from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateM
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack
-from ecckpt.placement import Placement, plan_repair
+from ecckpt.ordering import next_timeline, way_home
+from ecckpt.placement import Placement
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
     GenerationReport,
@@ -258,9 +259,7 @@ class Restorer:
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
         found = plan_recovery(self._cluster.run, self._inventories())
-        # Nor one that this session has had: where all agents forgot, its saves are still counted
-        # in the store, and a save of the same name would be taken for one of them.
-        timeline = max(found.newest_timeline, self._after) + 1
+        timeline = next_timeline(found, self._after)
         fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
         self._each_peer(lambda peer: peer.fence(fence))
         return timeline
@@ -302,31 +301,15 @@ class Restorer:
         return orders
 
     def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
-        assert shard.header is not None
-        header = shard.header.at(HOME)
-        home = self._cluster.homes[shard.rank]
         address = {node: peer.address for node, peer in self._cluster.peers.items()}
-        sources = []
-        for index in range(header.n):
-            copies = shard.homes if index < header.k else ()
-            nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
-            if nodes:
-                sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-        placement = self._cluster.placement
-        missing = plan_repair(
-            home=home,
-            indices=header.n if placement.code.holders else 0,
-            present=shard.fragments,
-            holders=placement.holders[home],
-            nodes=placement.holders,
-        )
-        targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
+        home = self._cluster.homes[shard.rank]
+        way = way_home(shard, home, self._cluster.placement, address)
         return Order(
             self._timeline,
-            replace(header, home=home),
-            home in shard.homes,
-            tuple(sources),
-            tuple(targets),
+            way.header,
+            way.local,
+            way.sources,
+            way.repair,
             shard.margin,
             rejected,
             (),

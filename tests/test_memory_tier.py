@@ -250,7 +250,7 @@ def test_regions_given_back_leave_no_mapping(tier):
         region = take(tier, size * 3 * PAGE, budget_bytes=2 * MIB)
         tier.recycle("test", region)
         del region
-    kept = len(tier._spare["test"])
+    kept = len(tier._accounts._spare["test"])
     assert (open_files(), mappings()) == (before[0] + kept, before[1] + kept)
 
 
