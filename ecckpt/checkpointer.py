@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ecckpt import agents as node_agents
 from ecckpt import wire
 from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     EcckptError,
     InvalidConfig,
@@ -50,9 +51,6 @@ _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
-
-# One core does not fill the memory's bandwidth, and others are idle while the program waits.
-_COPY_THREADS = 4
 
 
 class Checkpointer:
@@ -230,7 +228,7 @@ class Checkpointer:
         header = self._header(shard, plan.shard_bytes)
         slot = self._reserver.take(self._wish(header))
         payload = self._slots.payload(slot, header.payload_bytes)
-        plan.write(payload[: plan.shard_bytes], threads=_COPY_THREADS)
+        plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
         handle.shard_bytes = plan.shard_bytes

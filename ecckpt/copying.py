@@ -23,6 +23,10 @@ if HAVE_NATIVE:
 
 Bytes = NDArray[np.uint8]
 
+# For copies that a training program waits for, with nothing else to do meanwhile: about as many
+# threads as it takes to use all of a socket's memory bandwidth.
+COPY_THREADS = 4
+
 # Anything with the buffer protocol: bytes, bytearray, memoryview, mmap, array, numpy array. The
 # protocol has no type of its own before Python 3.12; `byte_view` checks it.
 Buffer = Any

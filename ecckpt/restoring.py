@@ -24,6 +24,7 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
+from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
@@ -161,7 +162,7 @@ class Found:
 
 
 class Restorer:
-    """Restores for one rank; ``number`` tells apart several restores of one session."""
+    """Restores for one rank, once; ``number`` tells apart several restores of one session."""
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class Restorer:
         self._timeout_s = timeout_s
         self._refused: dict[Generation, str] = {}
         self._relaid: set[Generation] = set()
+        self._asking = ThreadPoolExecutor(32, thread_name_prefix="ask")
         self._silent: dict[str, str] = {}
         self._after = after
         self._timeline = 0
@@ -198,6 +200,12 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
+        with self._asking:
+            return self._run(state, wanted, required=required)
+
+    def _run(
+        self, state: dict[str, Any], wanted: Wanted, *, required: bool
+    ) -> tuple[Order, Restored | None]:
         started_s = time.monotonic()
         for attempt in range(1000):
             order = self._order(attempt, wanted)
@@ -271,14 +279,13 @@ class Restorer:
         """Answers of all agents; one that does not answer is not asked again in this restore."""
         answers: list[Any] = []
         peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        with ThreadPoolExecutor(32, thread_name_prefix="ask") as pool:
-            futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
-            for node, future in futures.items():
-                try:
-                    answers.append(future.result())
-                except (EcckptError, OSError) as error:
-                    self._silent[node] = str(error)
-                    _log.warning("node %s: %s", node, error)
+        futures = {node: self._asking.submit(ask, peer) for node, peer in peers.items()}
+        for node, future in futures.items():
+            try:
+                answers.append(future.result())
+            except (EcckptError, OSError) as error:
+                self._silent[node] = str(error)
+                _log.warning("node %s: %s", node, error)
         return answers
 
     def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
@@ -387,14 +394,16 @@ class Restorer:
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
         header = slot.header
-        payload = self._slots.payload(slot, header.payload_bytes)
+        payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
         size_bytes = header.fragment_bytes
         views = {
             index: payload[index * size_bytes : (index + 1) * size_bytes]
             for index in range(header.k)
         }
         table = self._cluster.agent.table(header)
-        bad = Codec(header.k, header.m).verify(views, table, header.block_bytes)
+        bad = Codec(header.k, header.m).verify(
+            views, table, header.block_bytes, threads=COPY_THREADS
+        )
         if bad:
             raise CorruptFragment(
                 f"home copy of {header.shard}: {len(bad)} of {header.k * header.rows} blocks "
