@@ -25,10 +25,16 @@ from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
 from ecckpt.copying import COPY_THREADS
-from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    NotHeld,
+    NothingToRestore,
+    StateMismatch,
+)
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack
+from ecckpt.lineage import RollBack, in_force
 from ecckpt.ordering import next_timeline, way_home
 from ecckpt.placement import Placement
 from ecckpt.reading import Peers, ShardSources
@@ -37,6 +43,7 @@ from ecckpt.recovery import (
     Inventory,
     RecoveryPlan,
     ShardReport,
+    on_disk,
     plan_recovery,
 )
 from ecckpt.rendezvous import Meeting
@@ -127,6 +134,14 @@ class Wanted:
         """Whether somebody chose: later restarts then do not go beyond it by themselves."""
         return self.step is not None or self.generation is not None
 
+    @property
+    def hint(self) -> str:
+        """What to do where it cannot be had."""
+        if not self.named:
+            return "to start from scratch, give the run another name"
+        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
+        return f"{what} was asked for; ecckpt plan-restore lists what there is"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -190,7 +205,9 @@ class Restorer:
         self._silent: dict[str, str] = {}
         self._after = after
         self._timeline = 0
-        self._roll_backs: tuple[RollBack, ...] = ()
+        # What rank 0 learns for those that it tells, and for its disks.
+        self.roll_backs: tuple[RollBack, ...] = ()
+        self.stored: tuple[Generation, ...] = ()
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -214,7 +231,7 @@ class Restorer:
                     raise NothingToRestore(
                         self._cluster.run,
                         order.rejected,
-                        hint="to start from scratch, give the run another name",
+                        hint=wanted.hint,
                     )
                 return order, None
             brought, outcome = self._prepare(order, state)
@@ -249,14 +266,16 @@ class Restorer:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
+            inventories = self._inventories()
             plan = plan_recovery(
                 self._cluster.run,
-                self._inventories(),
+                inventories,
                 step=wanted.step,
                 generation=wanted.generation,
                 refused=self._refused,
             )
-            self._roll_backs = plan.roll_backs
+            self.roll_backs = plan.roll_backs
+            self.stored = on_disk(self._cluster.run, inventories)
             return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
@@ -374,6 +393,8 @@ class Restorer:
         assert order.header is not None
         try:
             return self._proven(self._cluster.agent.slot(order.header.shard))
+        except NotHeld:
+            return None  # on disk only: fetching brings it into memory
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None
@@ -427,10 +448,10 @@ class Restorer:
                 self._refused[generation] = "; ".join(bad[:4])
                 _log.warning("generation %s refused: %s", generation, self._refused[generation])
             elif not relaid:
-                went_back = (RollBack(self._timeline, generation),) if wanted.named else ()
-                fence = wire.Fence(
-                    self._cluster.run, self._timeline, generation, self._roll_backs + went_back
-                )
+                if wanted.named:
+                    went_back = RollBack(self._timeline, generation)
+                    self.roll_backs = in_force((*self.roll_backs, went_back))
+                fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
                 self._each_peer(lambda peer: peer.fence(fence))
             return [b"" if bad or relaid else b"go"] * len(payloads)
 

@@ -139,10 +139,21 @@ class Following:
 
 
 class Watcher:
-    """One thread that follows saves, one after another, for as long as the Checkpointer lives."""
+    """One thread that follows saves, one after another, for as long as the Checkpointer lives.
 
-    def __init__(self, meeting: Meeting, agent: AgentClient, peers: Sequence[AgentClient]) -> None:
+    ``committed`` is called for each one that was committed, and returns at once.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        agent: AgentClient,
+        peers: Sequence[AgentClient],
+        *,
+        committed: Callable[[Generation], None] = lambda generation: None,
+    ) -> None:
         self._meeting = meeting
+        self._committed = committed
         self._agent = agent
         self._peers = peers
         self._claims = Claims(meeting)
@@ -181,6 +192,8 @@ class Watcher:
             failed = self._claims.explain(following.shard, failed)
         if failed is not None:
             _log.warning("save of step %d failed: %s", following.handle.step, failed)
+        elif following.counted:
+            self._committed(shard.generation)
         try:
             following.ended(failed)
         finally:

@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import resource
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media import small_tmpfs
+from tier_suite import TierSuite, content_of
 
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
@@ -37,14 +38,8 @@ def tier(root):
 @pytest.fixture
 def small_root(tmp_path):
     """A tmpfs of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "ecckpt-test", str(tmp_path)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with small_tmpfs(tmp_path) as folder:
+        yield folder
 
 
 def take(tier, size_bytes, *, run="test", budget_bytes=BUDGET):
@@ -62,6 +57,28 @@ def open_files():
 def mappings():
     gc.collect()  # what earlier tests left in cycles
     return Path("/proc/self/maps").read_text().count(".region")
+
+
+class TestContract(TierSuite):
+    too_small, full = MemoryBudgetTooSmall, TmpfsFull
+
+    def start(self, root):
+        return MemoryTier(root, node="n1")
+
+    def keep(self, tier, shard, *, budget_bytes=BUDGET):
+        run = shard.shard.run
+        region = take(tier, shard.file_bytes, run=run, budget_bytes=budget_bytes)
+        region.view[: shard.file_bytes] = content_of(shard)
+        return region
+
+    def let_go(self, tier, kept, shard):
+        tier.discard(shard.shard.run, kept)
+
+    def read(self, kept, shard):
+        return kept.path.read_bytes()[: shard.file_bytes]
+
+    def take_over(self, tier, path, shard):
+        return tier.adopt(shard.shard.run, path)
 
 
 # -- reserving ------------------------------------------------------------------------------------
