@@ -190,6 +190,32 @@ class TmpfsFull(EcckptError, OSError):
         self.need_bytes, self.free_bytes = need_bytes, free_bytes
 
 
+# -- disk -----------------------------------------------------------------------------------------
+
+
+class DiskBudgetTooSmall(EcckptError):
+    """The run's disk budget on a node cannot hold another file."""
+
+    def __init__(self, node: str, *, need_bytes: int, have_bytes: int, what: str) -> None:
+        super().__init__(
+            f"node {node}: with {what} the run needs {need_bytes:,} bytes on disk, "
+            f"its budget is {have_bytes:,}",
+            hint="raise disk_bytes, or keep fewer generations",
+        )
+        self.need_bytes, self.have_bytes = need_bytes, have_bytes
+
+
+class DiskFull(EcckptError, OSError):
+    """The disk under an agent has no room for a file."""
+
+    def __init__(self, path: str, *, need_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{path}: {need_bytes:,} bytes wanted, {free_bytes:,} free on that disk",
+            hint="make room, keep fewer generations, or give the agent another --disk",
+        )
+        self.need_bytes, self.free_bytes = need_bytes, free_bytes
+
+
 # -- state ----------------------------------------------------------------------------------------
 
 
@@ -235,6 +261,10 @@ class NothingToRestore(EcckptError, LookupError):
             f"run {run!r}: nothing to restore{': ' + detail if detail else ''}", hint=hint
         )
         self.rejected = dict(rejected)
+
+
+class NoRoomToRestore(EcckptError, OSError):
+    """A generation is there, and a node has no room to bring a shard of it home."""
 
 
 class RankTimeout(EcckptError, TimeoutError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ecckpt import wire
 from ecckpt.fragment import HOME, Header
+from ecckpt.generation import Generation
 from ecckpt.placement import Placement, plan_repair
 from ecckpt.recovery import RecoveryPlan, ShardReport
 
@@ -22,6 +23,33 @@ class Way:
     local: bool
     sources: tuple[wire.Sources, ...]
     repair: tuple[wire.Target, ...]
+
+
+class Refusals:
+    """Generations that a restore passes over, with the reason: those that failed twice.
+
+    Once is not enough: an agent that is being restarted, or a message that was late, must not cost
+    the steps since the generation before.
+    """
+
+    def __init__(self) -> None:
+        self.refused: dict[Generation, str] = {}
+        self._failed: set[Generation] = set()
+
+    def fail(self, generation: Generation, why: str) -> bool:
+        """Some rank could not have its shard, or could not prove it; True if it is refused now."""
+        if generation in self._failed:
+            self.refused[generation] = why
+        self._failed.add(generation)
+        return generation in self.refused
+
+
+def passes_over(plan: RecoveryPlan) -> bool:
+    """Whether something newer than what is chosen (or anything, if nothing is) counts as lost."""
+    if plan.chosen is None:
+        return bool(plan.generations or plan.ruins)
+    newer = [each for each in plan.generations if each.generation > plan.chosen.generation]
+    return any(each.state == "lost" for each in newer)
 
 
 def next_timeline(found: RecoveryPlan, after: int) -> int:

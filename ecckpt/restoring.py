@@ -24,11 +24,23 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
-from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
+from ecckpt.collector import collector_paused
+from ecckpt.copying import COPY_THREADS
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    Fenced,
+    MemoryBudgetTooSmall,
+    NoRoomToRestore,
+    NotHeld,
+    NothingToRestore,
+    StateMismatch,
+    TmpfsFull,
+)
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack
-from ecckpt.ordering import next_timeline, way_home
+from ecckpt.lineage import RollBack, in_force
+from ecckpt.ordering import Refusals, next_timeline, passes_over, way_home
 from ecckpt.placement import Placement
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
@@ -36,6 +48,7 @@ from ecckpt.recovery import (
     Inventory,
     RecoveryPlan,
     ShardReport,
+    on_disk,
     plan_recovery,
 )
 from ecckpt.rendezvous import Meeting
@@ -69,8 +82,8 @@ class Order:
 class _Outcome:
     """How it went.
 
-    ok, bad (the bytes cannot be had or proven), mismatch (they do not fit) or relaid (they do, but
-    for DTensors that are cut in another way here).
+    ok, bad (the bytes cannot be had or proven), room (there is none for them), mismatch (they do
+    not fit) or relaid (they do, but for DTensors that are cut in another way here).
     """
 
     kind: str
@@ -126,6 +139,14 @@ class Wanted:
         """Whether somebody chose: later restarts then do not go beyond it by themselves."""
         return self.step is not None or self.generation is not None
 
+    @property
+    def hint(self) -> str:
+        """What to do where it cannot be had."""
+        if not self.named:
+            return "to start from scratch, give the run another name"
+        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
+        return f"{what} was asked for; ecckpt plan-restore lists what there is"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -161,7 +182,7 @@ class Found:
 
 
 class Restorer:
-    """Restores for one rank; ``number`` tells apart several restores of one session."""
+    """Restores for one rank, once; ``number`` tells apart several restores of one session."""
 
     def __init__(
         self,
@@ -176,19 +197,23 @@ class Restorer:
         self._meeting = meeting
         self._cluster = cluster
         # A peer that hangs may use up part of a step's time, not all of it.
-        patience_s = min(10.0, timeout_s / 4)
+        self._patience_s = patience_s = min(10.0, timeout_s / 4)
         self._peers = {
             node: replace(peer, timeout_s=patience_s) for node, peer in cluster.peers.items()
         }
         self._slots = slots
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
-        self._refused: dict[Generation, str] = {}
+        self._refusals = Refusals()
+        self._asked_again = False
         self._relaid: set[Generation] = set()
+        self._asking = ThreadPoolExecutor(32, thread_name_prefix="ask")
         self._silent: dict[str, str] = {}
         self._after = after
         self._timeline = 0
-        self._roll_backs: tuple[RollBack, ...] = ()
+        # What rank 0 learns for those that it tells, and for its disks.
+        self.roll_backs: tuple[RollBack, ...] = ()
+        self.stored: tuple[Generation, ...] = ()
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -198,6 +223,12 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
+        with self._asking:
+            return self._run(state, wanted, required=required)
+
+    def _run(
+        self, state: dict[str, Any], wanted: Wanted, *, required: bool
+    ) -> tuple[Order, Restored | None]:
         started_s = time.monotonic()
         for attempt in range(1000):
             order = self._order(attempt, wanted)
@@ -206,7 +237,7 @@ class Restorer:
                     raise NothingToRestore(
                         self._cluster.run,
                         order.rejected,
-                        hint="to start from scratch, give the run another name",
+                        hint=wanted.hint,
                     )
                 return order, None
             brought, outcome = self._prepare(order, state)
@@ -238,23 +269,40 @@ class Restorer:
     # -- rank 0 -----------------------------------------------------------------------------------
 
     def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
+        @collector_paused()
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
-            plan = plan_recovery(
-                self._cluster.run,
-                self._inventories(),
-                step=wanted.step,
-                generation=wanted.generation,
-                refused=self._refused,
-            )
-            self._roll_backs = plan.roll_backs
+            plan = self._plan(wanted)
+            if self._silent and not self._asked_again and passes_over(plan):
+                self._ask_again()
+                plan = self._plan(wanted)
             return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
             f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
         )
         return wire.unpack(Order, answer)
+
+    def _plan(self, wanted: Wanted) -> RecoveryPlan:
+        inventories = self._inventories()
+        plan = plan_recovery(
+            self._cluster.run,
+            inventories,
+            step=wanted.step,
+            generation=wanted.generation,
+            refused=self._refusals.refused,
+        )
+        self.roll_backs = plan.roll_backs
+        self.stored = on_disk(self._cluster.run, inventories)
+        return plan
+
+    def _ask_again(self) -> None:
+        """Agents that did not answer may have what is missing: they get one more chance."""
+        self._asked_again = True
+        self._silent.clear()
+        fence = wire.Fence(self._cluster.run, self._timeline, None, self.roll_backs)
+        self._each_peer(lambda peer: peer.fence(fence))
 
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
@@ -268,23 +316,28 @@ class Restorer:
         return self._each_peer(lambda peer: peer.inventory(self._cluster.run))
 
     def _each_peer(self, ask: Callable[[AgentClient], Any]) -> list[Any]:
-        """Answers of all agents; one that does not answer is not asked again in this restore."""
+        """Answers of all agents; one that does not answer is not asked again in this restore.
+
+        ``Fenced`` by any of them is raised: a newer start of the run has begun meanwhile.
+        """
         answers: list[Any] = []
         peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        with ThreadPoolExecutor(32, thread_name_prefix="ask") as pool:
-            futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
-            for node, future in futures.items():
-                try:
-                    answers.append(future.result())
-                except (EcckptError, OSError) as error:
-                    self._silent[node] = str(error)
-                    _log.warning("node %s: %s", node, error)
+        futures = {node: self._asking.submit(ask, peer) for node, peer in peers.items()}
+        for node, future in futures.items():
+            try:
+                answers.append(future.result())
+            except Fenced:
+                raise
+            except (EcckptError, OSError) as error:
+                self._silent[node] = str(error)
+                _log.warning("node %s: %s", node, error)
         return answers
 
     def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
         world_size = self._meeting.world_size
+        refused = self._refusals.refused
         rejected = {
-            name: next((why for each, why in self._refused.items() if str(each) == name), why)
+            name: next((why for each, why in refused.items() if str(each) == name), why)
             for name, why in plan.rejected().items()
         }
         if plan.chosen is None:
@@ -331,9 +384,24 @@ class Restorer:
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, _Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
+        except (MemoryBudgetTooSmall, TmpfsFull) as error:
+            return None, _Outcome("room", f"rank {rank}: {error}")
         except (EcckptError, OSError) as error:
+            self._await_agent()
             return None, _Outcome("bad", f"rank {rank}: {error}")
         return brought, _Outcome("ok", "")
+
+    def _await_agent(self) -> None:
+        """If this node's agent is being restarted, be back with it at the next attempt."""
+        deadline_s = time.monotonic() + self._patience_s
+        agent = replace(self._cluster.agent, timeout_s=self._patience_s)
+        while time.monotonic() < deadline_s:
+            try:
+                agent.node()
+            except (EcckptError, OSError):
+                time.sleep(0.1)
+            else:
+                return
 
     def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
         assert order.header is not None
@@ -367,6 +435,8 @@ class Restorer:
         assert order.header is not None
         try:
             return self._proven(self._cluster.agent.slot(order.header.shard))
+        except NotHeld:
+            return None  # on disk only: fetching brings it into memory
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None
@@ -387,14 +457,16 @@ class Restorer:
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
         header = slot.header
-        payload = self._slots.payload(slot, header.payload_bytes)
+        payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
         size_bytes = header.fragment_bytes
         views = {
             index: payload[index * size_bytes : (index + 1) * size_bytes]
             for index in range(header.k)
         }
         table = self._cluster.agent.table(header)
-        bad = Codec(header.k, header.m).verify(views, table, header.block_bytes)
+        bad = Codec(header.k, header.m).verify(
+            views, table, header.block_bytes, threads=COPY_THREADS
+        )
         if bad:
             raise CorruptFragment(
                 f"home copy of {header.shard}: {len(bad)} of {header.k * header.rows} blocks "
@@ -410,18 +482,22 @@ class Restorer:
             mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
             if mismatches:
                 raise StateMismatch(mismatches)
+            room = [each.text for each in outcomes if each.kind == "room"]
+            if room:  # for an older one there would be none either
+                raise NoRoomToRestore(f"generation {generation}: {'; '.join(room[:4])}")
             bad = [each.text for each in outcomes if each.kind == "bad"]
             relaid = any(each.kind == "relaid" for each in outcomes)
             if relaid:
                 self._relaid.add(generation)
             if bad:
-                self._refused[generation] = "; ".join(bad[:4])
-                _log.warning("generation %s refused: %s", generation, self._refused[generation])
+                why = "; ".join(bad[:4])
+                what = "refused" if self._refusals.fail(generation, why) else "tried again"
+                _log.warning("generation %s is %s: %s", generation, what, why)
             elif not relaid:
-                went_back = (RollBack(self._timeline, generation),) if wanted.named else ()
-                fence = wire.Fence(
-                    self._cluster.run, self._timeline, generation, self._roll_backs + went_back
-                )
+                if wanted.named:
+                    went_back = RollBack(self._timeline, generation)
+                    self.roll_backs = in_force((*self.roll_backs, went_back))
+                fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
                 self._each_peer(lambda peer: peer.fence(fence))
             return [b"" if bad or relaid else b"go"] * len(payloads)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
+import mmap
 
-_PAGE_BYTES = 4096  # what a file in a tmpfs takes is a multiple of it
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
 
 
 def parity_region_bytes(header: Header) -> int:
@@ -18,11 +18,11 @@ def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:
     Two generations of home copies and of as many peers' fragments as it sends out, and the parity
     of the save in progress.
     """
-    fragments_bytes = holders * _in_pages(header.at(0).file_bytes)
-    home_bytes = _in_pages(header.at(HOME).file_bytes)
-    parity_bytes = _in_pages(parity_region_bytes(header))
+    fragments_bytes = holders * _whole_pages(header.at(0).file_bytes)
+    home_bytes = _whole_pages(header.at(HOME).file_bytes)
+    parity_bytes = _whole_pages(parity_region_bytes(header))
     return local_ranks * (2 * home_bytes + parity_bytes + 2 * fragments_bytes)
 
 
-def _in_pages(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

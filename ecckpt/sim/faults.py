@@ -10,8 +10,10 @@ from random import Random
 class Faults:
     """Probabilities of what happens to a message, and how often a cluster is hit.
 
-    ``drop`` to ``flip`` are per message (``flip``: per pulled fragment); those that end in ``_every_s``
-    are the mean time between two such faults somewhere in the cluster, 0 for never.
+    ``drop``, ``duplicate`` and ``late`` are per message, ``flip`` per pulled fragment. What ends in
+    ``_every_s`` is the mean time between two such faults somewhere in the cluster, 0 for never; the
+    other times say how long they last at most. ``one_way`` is the share of partitions that let
+    messages through in one direction, ``burst`` that of losses which take m holders along.
     """
 
     drop: float = 0.0

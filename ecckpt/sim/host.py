@@ -52,6 +52,7 @@ from ecckpt.generation import ShardId
 from ecckpt.sim.memory import Memory
 from ecckpt.sim.network import Answer, Network
 from ecckpt.sim.world import Actor, Process, Steps, Wait, World, together
+from ecckpt.tiers.disk import DiskFile
 
 if TYPE_CHECKING:
     from ecckpt.agent.ledger import Entry
@@ -114,6 +115,14 @@ class Host:
         self.cluster.witness.lost(self)
         self.memory = Memory(self.node)
 
+    def tidy(self) -> None:
+        """What a person does with files that no agent can read: remove them."""
+        if self.agent is not None:
+            rejected = self.agent.core.ledgers.rejected
+            for name in rejected:
+                self.memory.files.pop(name, None)
+            rejected.clear()
+
     def call(self, source: str, handle: Callable[[Agent, Answer], None], timeout_s: float) -> Wait:
         """A request to this host's agent from a node."""
 
@@ -132,11 +141,25 @@ class Host:
 class Cluster(Protocol):
     """What a host knows of the others."""
 
-    world: World
-    network: Network
-    witness: Witness
-    hosts: dict[str, Host]
-    budget_bytes: int
+    @property
+    def world(self) -> World:
+        """The clock."""
+
+    @property
+    def network(self) -> Network:
+        """The links."""
+
+    @property
+    def witness(self) -> Witness:
+        """Who watches."""
+
+    @property
+    def hosts(self) -> dict[str, Host]:
+        """All of them, by node."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a run may use of a host's memory."""
 
 
 class Agent(Actor):
@@ -319,6 +342,7 @@ class Agent(Actor):
 
         def serve(agent: Agent) -> bytearray:
             region, offset, size_bytes = agent.core.ledgers.locate(shard, index)
+            assert not isinstance(region, DiskFile), "there are no disks here"
             data = bytearray(region.view[offset : offset + size_bytes])
             if self.world.chance(self.network.faults.flip):
                 self.network.injected += 1
@@ -355,6 +379,8 @@ class Agent(Actor):
 
 
 def answering(look: Callable[[Agent], Any]) -> Callable[[Agent, Answer], None]:
+    """A handler that answers at once with what it sees, or with the error that it meets."""
+
     def handle(agent: Agent, answer: Answer) -> None:
         try:
             answer(look(agent))

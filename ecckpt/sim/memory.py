@@ -43,7 +43,7 @@ class Memory:
             raise TmpfsFull(self.node, need_bytes=size_bytes, free_bytes=0)
         self._made += 1
         name = f"{self._made}"
-        region = Region(Path(name), size_bytes, None, memoryview(bytearray(size_bytes)))
+        region = Region(Path(name), size_bytes, memoryview(bytearray(size_bytes)))
         self.files[name] = region
         self.used_bytes[run] = self.used_bytes.get(run, 0) + size_bytes
         return region
@@ -63,7 +63,9 @@ class Memory:
         self._accounts = Accounts(self.node)
         self.used_bytes.clear()
         for run, notes in self.notes.items():
-            ledgers.of(run).recall(notes)
+            ledger = ledgers.of(run)
+            ledger.believe(notes)
+            ledger.noted = notes
         for name, region in list(self.files.items()):
             try:
                 entry = self._read(name, region)

@@ -89,8 +89,9 @@ class Network:
 
         ``find`` is who listens at the target when the request arrives, None if nobody does.
         """
+        route = (source, target)
         return lambda process: _Call(
-            self, process, (source, target), find, handle, timeout_s
+            self, process, route, find, handle, timeout_s=timeout_s
         ).begin()
 
 
@@ -106,6 +107,7 @@ class _Call:
         route: tuple[str, str],
         find: Callable[[], Actor | None],
         handle: Handler,
+        *,
         timeout_s: float,
     ) -> None:
         self._network = network

@@ -1,8 +1,8 @@
 """A trainer: restores with the others, then saves, step after step, until it dies.
 
-Its decisions are the real ones: ``counting.py`` for a save, ``recovery.py`` and ``ordering.py`` for a
-restore. What is written down again here is the order of requests of ``restoring.Restorer`` and of
-``checkpointer.Checkpointer``.
+Its decisions are the real ones: ``counting.py`` for a save, ``recovery.py`` and ``ordering.py`` for
+a restore. What is written down again here is the order of requests of ``restoring.Restorer`` and
+of ``checkpointer.Checkpointer``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from ecckpt.counting import (
     counter_of,
     see_through,
 )
-from ecckpt.errors import CorruptFragment, EcckptError, SaveFailed, SaveTimedOut
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    Fenced,
+    MemoryBudgetTooSmall,
+    SaveFailed,
+    SaveTimedOut,
+    TmpfsFull,
+)
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Way, next_timeline, way_home
+from ecckpt.ordering import Way, next_timeline, passes_over, way_home
 from ecckpt.recovery import Inventory, plan_recovery
 from ecckpt.sim.host import Host, answering
 from ecckpt.sim.world import Actor, Failure, Steps, Wait, sleep, together
@@ -39,8 +47,9 @@ if TYPE_CHECKING:
 
 _WATCH_S = 1.0
 _COMMIT_TIMEOUT_S = 2.0
-_COPY_S = 0.05
+_COPY_S = 0.5
 _LOCAL_TIMEOUT_S = 10.0
+_NO_ROOM = "no room"
 
 
 @dataclass(eq=False, slots=True)
@@ -116,7 +125,8 @@ class Rank(Actor):
         view = region.view  # mapped: it stays writable, whatever becomes of the file
         yield sleep(_COPY_S * self.world.rng.random())
         data = session.content(shard)
-        self.session.truth.saved(shard, data)
+        session.truth.writes(self.host, region)
+        session.truth.saved(shard, data)
         payload = view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.payload_bytes]
         payload[: len(data)] = data
         payload[len(data) :] = bytes(len(payload) - len(data))
@@ -219,8 +229,11 @@ class Rank(Actor):
             data, problem = None, ""
             try:
                 data = yield from self._bring(way, timeline)
+            except (MemoryBudgetTooSmall, TmpfsFull):
+                problem = _NO_ROOM
             except EcckptError as error:
                 problem = f"rank {self.rank}: {error}"
+                yield from self._await_agent()
             generation = way.header.shard.generation
             lead = self._lead_verdict(generation)
             if (yield from session.decide(self, f"{attempt}/verdict", problem, lead)):
@@ -243,12 +256,15 @@ class Rank(Actor):
             yield from self._each_peer(
                 wire.Fence(session.run, session.timeline, None, found.roll_backs)
             )
-        inventories = yield from self._inventories()
-        plan = plan_recovery(session.run, inventories, refused=session.refused)
-        nodes = {inventory.node for inventory in inventories}
-        session.answering = nodes
-        if not session.refused:
-            session.truth.chosen(plan.chosen.generation if plan.chosen else None, nodes)
+        plan = yield from self._plan()
+        if session.silent and not session.asked_again and passes_over(plan):
+            session.asked_again = True
+            session.silent.clear()
+            yield from self._each_peer(wire.Fence(session.run, session.timeline, None, ()))
+            plan = yield from self._plan()
+        if not session.refusals.refused:
+            chosen = plan.chosen.generation if plan.chosen else None
+            session.truth.chosen(chosen, session.answering)
         if plan.chosen is None:
             if plan.generations or plan.ruins or session.silent:
                 session.nothing_left = True
@@ -264,13 +280,22 @@ class Rank(Actor):
             for shard in plan.chosen.shards
         ]
 
+    def _plan(self) -> Steps:
+        session = self.session
+        inventories = yield from self._inventories()
+        session.answering = {inventory.node for inventory in inventories}
+        return plan_recovery(session.run, inventories, refused=session.refusals.refused)
+
     def _lead_verdict(self, generation: Generation) -> Callable[[list[str]], Steps]:
         def lead(problems: list[str]) -> Steps:
             session = self.session
+            if _NO_ROOM in problems:
+                raise Failure(_NO_ROOM)
             bad = [problem for problem in problems if problem]
             if bad:
-                session.refused[generation] = "; ".join(bad[:4])
-                session.truth.refused(generation, session.answering, session.refused[generation])
+                why = "; ".join(bad[:4])
+                if session.refusals.fail(generation, why):
+                    session.truth.refused(generation, session.answering, why)
                 return [False] * len(problems)
             yield from self._each_peer(wire.Fence(session.run, session.timeline, generation, ()))
             session.truth.begins(session.timeline, generation)
@@ -304,6 +329,8 @@ class Rank(Actor):
         hosts = [host for node, host in session.hosts.items() if node not in session.silent]
         answers = yield together([ask(host) for host in hosts])
         for host, answer in zip(hosts, answers, strict=True):
+            if isinstance(answer, Fenced):
+                raise Failure(str(answer))
             if isinstance(answer, Exception):
                 session.silent.add(host.node)
         return [answer for answer in answers if not isinstance(answer, Exception)]
@@ -323,6 +350,18 @@ class Rank(Actor):
             0.9 * rules.restore_timeout_s,
         )
         return (yield from self._proven(way.header))
+
+    def _await_agent(self) -> Steps:
+        patience_s = self.session.rules.patience_s
+        deadline_s = self.world.now_s + patience_s
+        here = answering(lambda agent: agent.node)
+        while self.world.now_s < deadline_s:
+            try:
+                yield self.host.call(self.host.node, here, patience_s)
+            except EcckptError:
+                yield sleep(0.1)
+            else:
+                return
 
     def _proven(self, header: Header) -> Steps:
         """The shard's bytes at home, every block checked."""

@@ -11,6 +11,7 @@ from ecckpt import wire
 from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.ordering import Refusals
 from ecckpt.placement import Placement
 from ecckpt.sim.host import Host
 from ecckpt.sim.network import Network
@@ -66,7 +67,8 @@ class Session:
         self.timeline = 0
         self.nothing_left = False
         self.answering: set[str] = set()  # whose inventories the latest plan was made from
-        self.refused: dict[Generation, str] = {}
+        self.refusals = Refusals()
+        self.asked_again = False
         self.silent: set[str] = set()
         self.members = [Rank(self, rank, hosts[home]) for rank, home in enumerate(homes)]
         self._failed: set[int] = set()

@@ -1,7 +1,7 @@
 """One seed, one cluster: a time of faults, then a time of quiet in which everything must be well.
 
-Everything is drawn from the seed: the code, the sizes, the faults and when they come. So a seed and a
-commit give the same events, which ``Outcome.digest`` tells.
+Everything is drawn from the seed: the code, the sizes, the faults and when they come. So a seed and
+a commit give the same events, which ``Outcome.digest`` tells.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ecckpt.sim.world import Actor, Steps, World, sleep
 
 _CALM_S = 15.0  # until something is committed
 _FAULTS_S = 60.0
-_QUIET_S = 600.0
+_QUIET_S = 300.0
 _CODES = ((1, 1), (2, 1), (3, 2), (4, 2))
 
 
@@ -51,7 +51,7 @@ class Simulation:
     """A cluster of so many nodes, made from a seed."""
 
     def __init__(self, seed: int, nodes: int, faults: Faults | None = None) -> None:
-        rng = Random(seed)
+        rng = Random(seed)  # noqa: S311  (no secrets here)
         self.seed = seed
         self.faults = draw(rng) if faults is None else faults
         self.world = World(seed)
@@ -168,6 +168,8 @@ class Simulation:
                 self.unsafe += self.truth.safe is None
                 self._commits += self.truth.commits
                 self._restores += self.truth.restores
+                for host in self.hosts.values():
+                    host.tidy()  # or they would stop the new run (decision 13)
                 self.witness = self.truth = self._new_run()
 
     def _answers(self, host: Host) -> bool:
@@ -179,12 +181,7 @@ class Simulation:
     def _session(self, hosts: dict[str, Host]) -> Session:
         self._sessions += 1
         placement = plan_placement([Node(h.node, h.domain) for h in hosts.values()], self.code)
-        homes = [home if home in hosts else "" for home in self._homes] or [""] * self.ranks
-        free = [node for node in hosts if node not in homes]
-        self.world.rng.shuffle(free)
-        spare = free or list(hosts)
-        homes = [home or spare[at % len(spare)] for at, home in enumerate(homes)]
-        self._homes = homes
+        homes = self._homes = self._place(list(hosts))
         return Session(
             self._sessions,
             seed=self.seed,
@@ -197,6 +194,16 @@ class Simulation:
             homes=homes,
             placement=placement,
         )
+
+    def _place(self, nodes: list[str]) -> list[str]:
+        """A home for each rank: where it was, if it can be there alone; else evenly."""
+        homes: list[str] = []
+        for home in self._homes or [""] * self.ranks:
+            homes.append(home if home in nodes and home not in homes else "")
+        free = [node for node in nodes if node not in homes]
+        self.world.rng.shuffle(free)
+        free += nodes * self.ranks
+        return [home or free.pop(0) for home in homes]
 
     # -- faults -----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What is really there, and what was promised. Raises ``Violation`` where the two differ.
 
-It sees every file that agents complete and give up, every fault, every commit and every restore, and
-believes nothing that the agents say of themselves.
+It sees every file that agents complete and give up, every fault, every commit and every restore,
+and believes nothing that the agents say of themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ecckpt.generation import Generation, ShardId
 
 if TYPE_CHECKING:
     from ecckpt.sim.host import Host
+    from ecckpt.tiers.memory import Region
 
 _REMEMBERED = 4  # generations of whose bytes a copy is kept, beyond the safe one
 
@@ -141,6 +142,12 @@ class Truth:
 
     # -- what trainers do -------------------------------------------------------------------------
 
+    def writes(self, host: Host, region: Region) -> None:
+        """A rank writes into a slot that it was given, perhaps long ago."""
+        piece = self._pieces.get((host.node, region.name))
+        if piece is not None and host.memory.files.get(region.name) is region:
+            raise Violation("bytes", f"{host.node}: a slot is written that is {piece.header.shard}")
+
     def saved(self, shard: ShardId, data: bytes) -> None:
         """A rank has put these bytes into its slot."""
         self._saved[shard] = data
@@ -204,8 +211,10 @@ class Truth:
 
     def begins(self, timeline: int, generation: Generation | None) -> None:
         """All ranks have what they go on from."""
-        if timeline <= self._timeline:
-            raise Violation("timeline", f"{timeline} begins after {self._timeline}")
+        if timeline == self._timeline:
+            raise Violation("timeline", f"timeline {timeline} begins twice")
+        if timeline < self._timeline:
+            return  # stopped in between, and fenced off without knowing
         self._timeline, self._begun_at = timeline, generation
         self.safe = generation
         self.restores += 1

@@ -19,19 +19,19 @@ from pathlib import Path
 
 from ecckpt.errors import InvalidConfig, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.mapping import fault_in, map_file
 from ecckpt.tiers.accounts import Accounts
+from ecckpt.tiers.hugepages import HugePages
 
-_MADV_POPULATE_WRITE = 23
-_FAULT_BYTES = 16 << 20
+_ZEROS = bytes(1 << 20)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Region:
     """One file of the tier, mapped for as long as the object lives."""
 
     path: Path
     size_bytes: int
-    map: mmap.mmap | None  # None where it is plain memory: in the simulator
     view: memoryview = field(repr=False)
 
     @property
@@ -48,6 +48,7 @@ class MemoryTier:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._accounts: Accounts[Region] = Accounts(node)
+        self._huge_pages = HugePages()
 
     def default_budget_bytes(self) -> int:
         """Half of the tmpfs: what a run may use unless told otherwise."""
@@ -66,7 +67,7 @@ class MemoryTier:
         the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
         as before.
         """
-        size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size_bytes = whole_pages(size_bytes)
         with self._lock:
             region = self._accounts.take(run, size_bytes)
             if region is not None:
@@ -98,6 +99,7 @@ class MemoryTier:
     def adopt(self, run: str, path: Path) -> Region:
         """Take over a region that an earlier agent left."""
         region = _map(path, path.stat().st_size)
+        self._huge_pages.want(region)
         with self._lock:
             self._accounts.adopt(run, region)
         return region
@@ -120,9 +122,13 @@ class MemoryTier:
         """Give all spare regions back; returns how many. Unmapped, and so free, on return."""
         with self._lock:
             spares = self._accounts.spares()
-        for _, region in spares:
+        count = len(spares)
+        while spares:
+            _, region = spares.pop()
             region.path.unlink(missing_ok=True)
-        return len(spares)
+            del region
+        self._huge_pages.let_go()
+        return count
 
     def _free_bytes(self) -> int:
         size = os.statvfs(self._folder)
@@ -146,9 +152,19 @@ class MemoryTier:
             ) from error
         finally:
             os.close(descriptor)
-        region = _map(path, size_bytes)
+        try:
+            region = _map(path, size_bytes)
+        except OSError:
+            path.unlink()  # nobody would find it before the next start
+            raise
         _fault_in(region)
+        self._huge_pages.want(region)
         return region
+
+
+def whole_pages(size_bytes: int) -> int:
+    """What a region of that many bytes occupies."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def private_folder(path: Path) -> Path:
@@ -174,16 +190,13 @@ def void(region: Region) -> None:
 
 def _map(path: Path, size_bytes: int) -> Region:
     with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), size_bytes)
-    return Region(path, size_bytes, mapped, memoryview(mapped))
+        return Region(path, size_bytes, map_file(file.fileno(), size_bytes))
 
 
 def _fault_in(region: Region) -> None:
-    assert region.map is not None
-    # In steps: Python lets no other thread run during one, and the agent has requests to answer.
-    for start in range(0, region.size_bytes, _FAULT_BYTES):
-        stop = min(start + _FAULT_BYTES, region.size_bytes)
-        try:
-            region.map.madvise(_MADV_POPULATE_WRITE, start, stop - start)
-        except OSError:  # before Linux 5.14: writing does the same, slower
-            region.view[start:stop] = bytes(stop - start)
+    try:
+        fault_in(region.view)
+    except OSError:  # before Linux 5.14: writing does the same, slower
+        for start in range(0, region.size_bytes, len(_ZEROS)):
+            stop = min(start + len(_ZEROS), region.size_bytes)
+            region.view[start:stop] = _ZEROS[: stop - start]
