@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.actions import Action, Discard, Record, Recycle, Remember, Remove
-from ecckpt.agent.ledger import Entry, Ledger
+from ecckpt.agent.ledger import Entry, Ledger, Notes
 from ecckpt.errors import NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.generation import Generation, ShardId, check_name
@@ -64,7 +64,19 @@ class Ledgers:
     def record(self, ledger: Ledger) -> list[Action]:
         """Have written down on disk what was noted, if anything of it is new there."""
         same = ledger.noted.lasting == ledger.recorded
-        return [] if same or not self.disk else [Record(ledger.run)]
+        if same or ledger.recording or not self.disk:
+            return []
+        ledger.recording = True
+        return [Record(ledger.run)]
+
+    def recorded(self, run: str, notes: Notes | None) -> list[Action]:
+        """That was written, or could not be: then it is tried with the next note."""
+        ledger = self.of(run)
+        ledger.recording = False
+        if notes is None:
+            return []
+        ledger.recorded = notes
+        return self.record(ledger)
 
     # -- files ------------------------------------------------------------------------------------
 
