@@ -72,7 +72,7 @@ class Ledger:
     ``noted`` is what was last written down of it, ``recorded`` the same on disk, where it is
     ``recording`` at most once at a time.
     ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
-    is what is on this node's disk.
+    is what is on this node's disk, ``damaged`` what of it was found bad, and why.
     """
 
     run: str
@@ -86,6 +86,7 @@ class Ledger:
     recording: bool = False
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
+    damaged: dict[tuple[ShardId, int], str] = field(default_factory=dict)
     reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
     rejected: dict[str, str] = field(default_factory=dict)
 
