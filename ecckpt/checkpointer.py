@@ -43,7 +43,7 @@ from ecckpt.retention import Keep
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
-from ecckpt.state import ShardPlan, plan_shard
+from ecckpt.state import Replicas, ShardPlan, plan_shard
 from ecckpt.storing import Disks, Storer
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
-_SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
+_SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
 
 
 class Checkpointer:
@@ -78,6 +78,11 @@ class Checkpointer:
         strict: raise from ``save`` what is otherwise only reported by its handle.
         save_timeout_s: a save that is not committed by then has failed.
         restore_timeout_s: how long ranks wait for each other in each step of a restore.
+        replicated: patterns of plain tensors that are the same on all ranks, as under DDP: each is
+            stored once, in equal shares, instead of by every rank. A pattern names a path and all
+            below it ("model"); ``*`` stands for any text, and one that begins with ``!`` takes out
+            again. A save in which they differ fails, with the paths and ranks. What belongs to a
+            rank, or is a DTensor (which says itself what it is), must not, or need not, be named.
         store, rank, world_size: meet over this ``torch.distributed`` store instead of the default
             process group's. It must be new for every start.
 
@@ -101,12 +106,15 @@ class Checkpointer:
         keep_every_steps: int = 0,
         min_margin: int = 0,
         strict: bool = False,
+        replicated: Sequence[str] = (),
         save_timeout_s: float = 120.0,
         restore_timeout_s: float = 300.0,
         store: Store | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if isinstance(replicated, str):
+            raise InvalidConfig(f"replicated={replicated!r} is a text", hint="give a list of them")
         for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if value < 0:
                 raise InvalidConfig(f"{name}={value} is negative")
@@ -119,6 +127,7 @@ class Checkpointer:
             restore_timeout_s,
             disk_every,
             Keep(keep, keep_every_steps),
+            tuple(replicated),
         )
         self._node = NodeConfig.from_environment(root)
         prefer(self._node.engine)
@@ -139,6 +148,10 @@ class Checkpointer:
         self._timeline: int | None = None
         self._parent: Generation | None = None
         self._plan: ShardPlan | None = None
+        self._replicas: Replicas | None = None
+        if replicated:
+            ranks = self._meeting.world_size
+            self._replicas = Replicas(self._config.replicated, self._meeting.rank, ranks)
         self._latest: SaveHandle | None = None
         self._ticket: Ticket | None = None
         self._last_step: int | None = None
@@ -245,7 +258,7 @@ class Checkpointer:
         self._ticket = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
-        plan = plan_shard(state, previous=self._plan)
+        plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
         header = self._header(shard, plan.shard_bytes)
         slot = self._reserver.take(self._wish(header))
         payload = self._slots.payload(slot, header.payload_bytes)
@@ -264,7 +277,13 @@ class Checkpointer:
 
         self._watcher.follow(
             Following(
-                handle, shard, self._deadline_s(), start, True, lambda e: self._ended(header, e)
+                handle,
+                shard,
+                self._deadline_s(),
+                start,
+                counted=True,
+                claim=plan.claim,
+                ended=lambda error: self._ended(header, error),
             )
         )
 

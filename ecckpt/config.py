@@ -28,6 +28,7 @@ class ClusterConfig:
     ``restore_timeout_s``: bounds every step of a restore in which ranks wait for each other.
     ``disk_every``: every nth committed save goes to the agents' disks, where they have some; 0:
     none does. ``keep``: which generations stay there.
+    ``replicated``: patterns of plain tensors that are the same on all ranks.
     """
 
     run: str
@@ -38,6 +39,7 @@ class ClusterConfig:
     restore_timeout_s: float
     disk_every: int = 1
     keep: Keep = field(default_factory=Keep)
+    replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("run", self.run)

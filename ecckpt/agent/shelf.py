@@ -58,22 +58,27 @@ class Shelf:
         """Enter what is found here into the ledgers.
 
         What cannot be adopted is left where it is and named in ``rejected``, never deleted, never
-        fatal.
+        fatal. Only notes that the system does not let us read now are an ``OSError``: without the
+        fence that is on file older writers would be let in, and the file would be written anew.
         """
 
-        def guarded(path: Path, adopt: Callable[[Path, Ledgers], None]) -> None:
+        def guarded(
+            path: Path, adopt: Callable[[Path, Ledgers], None], fatal: tuple[type[Exception], ...]
+        ) -> None:
             try:
                 if not path.is_file():
                     raise InvalidMessage(f"{path.name} is no regular file")
                 adopt(path, ledgers)
+            except fatal:
+                raise
             except Exception as error:
                 ledgers.rejected[path.name] = str(error)
                 _log.warning("not adopted: %s: %s", path, error)
 
         for path in sorted(self._states.glob("*.state")):
-            guarded(path, self._adopt_state)
+            guarded(path, self._adopt_state, (OSError,))
         for path in self.tier.found():
-            guarded(path, self._adopt_region)
+            guarded(path, self._adopt_region, ())
 
     def _adopt_state(self, path: Path, ledgers: Ledgers) -> None:
         with path.open("rb") as file:

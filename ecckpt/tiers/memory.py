@@ -67,7 +67,7 @@ class MemoryTier:
         the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
         as before.
         """
-        size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size_bytes = whole_pages(size_bytes)
         with self._lock:
             region = self._accounts.take(run, size_bytes)
             if region is not None:
@@ -152,10 +152,19 @@ class MemoryTier:
             ) from error
         finally:
             os.close(descriptor)
-        region = _map(path, size_bytes)
+        try:
+            region = _map(path, size_bytes)
+        except OSError:
+            path.unlink()  # nobody would find it before the next start
+            raise
         _fault_in(region)
         self._huge_pages.want(region)
         return region
+
+
+def whole_pages(size_bytes: int) -> int:
+    """What a region of that many bytes occupies."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def private_folder(path: Path) -> Path:
