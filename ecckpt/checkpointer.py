@@ -91,6 +91,17 @@ class Checkpointer:
         VersionMismatch, RankTimeout: on all ranks alike.
     """
 
+    _restores = 0
+    _timeline: int | None = None
+    _parent: Generation | None = None
+    _plan: ShardPlan | None = None
+    _replicas: Replicas | None = None
+    _latest: SaveHandle | None = None
+    _ticket: Ticket | None = None
+    _last_step: int | None = None
+    _in_flight: SaveHandle | None = None
+    _closed = False
+
     def __init__(
         self,
         run: str,
@@ -144,20 +155,10 @@ class Checkpointer:
         self._watcher = Watcher(
             self._meeting, agent, list(peers.values()), committed=self._storer.committed
         )
-        self._restores = 0
-        self._timeline: int | None = None
-        self._parent: Generation | None = None
-        self._plan: ShardPlan | None = None
-        self._replicas: Replicas | None = None
         if replicated:
             ranks = self._meeting.world_size
             self._replicas = Replicas(self._config.replicated, self._meeting.rank, ranks)
-        self._latest: SaveHandle | None = None
-        self._ticket: Ticket | None = None
-        self._last_step: int | None = None
-        self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
-        self._closed = False
         atexit.register(self.close)
 
     @property
