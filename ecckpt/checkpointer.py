@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ecckpt import agents as node_agents
 from ecckpt import wire
-from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.config import ClusterConfig, NodeConfig, named
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     EcckptError,
@@ -95,7 +95,6 @@ class Checkpointer:
     _timeline: int | None = None
     _parent: Generation | None = None
     _plan: ShardPlan | None = None
-    _replicas: Replicas | None = None
     _latest: SaveHandle | None = None
     _ticket: Ticket | None = None
     _last_step: int | None = None
@@ -124,11 +123,7 @@ class Checkpointer:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if isinstance(replicated, str):
-            raise InvalidConfig(f"replicated={replicated!r} is a text", hint="give a list of them")
-        for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
-            if value < 0:
-                raise InvalidConfig(f"{name}={value} is negative")
+        _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
             run,
             code,
@@ -138,26 +133,22 @@ class Checkpointer:
             restore_timeout_s,
             disk_every,
             Keep(keep, keep_every_steps),
-            tuple(replicated),
+            named(replicated),
         )
         self._node = NodeConfig.from_environment(root)
         prefer(self._node.engine)
         self._strict = strict
-        self._meeting = meet(store, rank=rank, world_size=world_size)
+        meeting = self._meeting = meet(store, rank=rank, world_size=world_size)
         self._cluster, self._local_ranks = join(
-            self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+            meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
         peers, agent = self._cluster.peers, self._cluster.agent
         # Rank 0 decides for all; on others it is never begun.
-        self._storer = Storer(run, peers, self._disks(disk_bytes))
+        storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
         self._reserver = Reserver(agent, self._slots, self._revive_agent)
-        self._watcher = Watcher(
-            self._meeting, agent, list(peers.values()), committed=self._storer.committed
-        )
-        if replicated:
-            ranks = self._meeting.world_size
-            self._replicas = Replicas(self._config.replicated, self._meeting.rank, ranks)
+        self._watcher = Watcher(meeting, agent, list(peers.values()), committed=storer.committed)
+        self._replicas = Replicas(self._config.replicated, meeting.rank, meeting.world_size)
         self._given_up: list[Generation] = []
         atexit.register(self.close)
 
@@ -532,6 +523,12 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 0:
+            raise InvalidConfig(f"{name}={value} is negative")
 
 
 __all__ = ["Checkpointer", "Restored", "SaveHandle"]

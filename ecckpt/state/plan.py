@@ -177,7 +177,7 @@ def plan_shard(
 def _covered(
     state: dict[Any, Any], paths: tuple[Path, ...], replicas: Replicas | None
 ) -> frozenset[int]:
-    if replicas is None:
+    if replicas is None or not replicas.patterns:
         return frozenset()
     replicas.check(state)
     return frozenset(index for index, path in enumerate(paths) if replicas.covers(path))
