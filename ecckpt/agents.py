@@ -55,6 +55,8 @@ def start(config: NodeConfig) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ecckpt", "agent", "--root", str(config.root)]
     command += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
     command += ["--engine", config.engine]
+    if config.disk:
+        command += ["--disk", str(config.disk)]
     if config.token_file:
         command += ["--token-file", str(config.token_file)]
     with (config.root / "agent.log").open("ab") as log:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ecckpt import agents as node_agents
 from ecckpt import wire
-from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.config import ClusterConfig, NodeConfig, named
+from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     EcckptError,
     InvalidConfig,
@@ -38,10 +39,12 @@ from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
 from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
+from ecckpt.retention import Keep
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
-from ecckpt.state import ShardPlan, plan_shard
+from ecckpt.state import Replicas, ShardPlan, plan_shard
+from ecckpt.storing import Disks, Storer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -49,10 +52,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
-_SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
-
-# One core does not fill the memory's bandwidth, and others are idle while the program waits.
-_COPY_THREADS = 4
+_SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
 
 
 class Checkpointer:
@@ -69,10 +69,20 @@ class Checkpointer:
         root: folder of this node's agent (default: ``ECCKPT_ROOT``, see ``NodeConfig``).
         agents: addresses of further agents that hold fragments without having ranks.
         memory_bytes: the run's memory budget on this node; 0 for half of the agent's tmpfs.
+        disk_every: every nth committed save also goes to the disks of agents that have one (see
+            ``ecckpt agent --disk``), behind the saves; 0 for none.
+        disk_bytes: the run's budget on each disk; 0 for half of the file system.
+        keep, keep_every_steps: what stays on disk: the last ``keep`` stored generations, and those
+            with a step that ``keep_every_steps`` divides (0: none).
         min_margin: a save needs k + min_margin fragments at their holders.
         strict: raise from ``save`` what is otherwise only reported by its handle.
         save_timeout_s: a save that is not committed by then has failed.
         restore_timeout_s: how long ranks wait for each other in each step of a restore.
+        replicated: patterns of plain tensors that are the same on all ranks, as under DDP: each is
+            stored once, in equal shares, instead of by every rank. A pattern names a path and all
+            below it ("model"); ``*`` stands for any text, and one that begins with ``!`` takes out
+            again. A save in which they differ fails, with the paths and ranks. What belongs to a
+            rank, or is a DTensor (which says itself what it is), must not, or need not, be named.
         store, rank, world_size: meet over this ``torch.distributed`` store instead of the default
             process group's. It must be new for every start.
 
@@ -90,35 +100,49 @@ class Checkpointer:
         root: str | Path | None = None,
         agents: Sequence[str] = (),
         memory_bytes: int = 0,
+        disk_every: int = 1,
+        disk_bytes: int = 0,
+        keep: int = 1,
+        keep_every_steps: int = 0,
         min_margin: int = 0,
         strict: bool = False,
+        replicated: Sequence[str] = (),
         save_timeout_s: float = 120.0,
         restore_timeout_s: float = 300.0,
         store: Store | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if memory_bytes < 0:
-            raise InvalidConfig(f"memory_bytes={memory_bytes} is negative")
+        _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
-            run, code, min_margin, every_steps, save_timeout_s, restore_timeout_s
+            run,
+            code,
+            min_margin,
+            every_steps,
+            save_timeout_s,
+            restore_timeout_s,
+            disk_every,
+            Keep(keep, keep_every_steps),
+            named(replicated),
         )
         self._node = NodeConfig.from_environment(root)
         prefer(self._node.engine)
         self._strict = strict
-        self._meeting = meet(store, rank=rank, world_size=world_size)
+        meeting = self._meeting = meet(store, rank=rank, world_size=world_size)
         self._cluster, self._local_ranks = join(
-            self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+            meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
-        self._reserver = Reserver(self._cluster.agent, self._slots, self._revive_agent)
-        self._watcher = Watcher(
-            self._meeting, self._cluster.agent, list(self._cluster.peers.values())
-        )
+        peers, agent = self._cluster.peers, self._cluster.agent
+        # Rank 0 decides for all; on others it is never begun.
+        storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
+        self._reserver = Reserver(agent, self._slots, self._revive_agent)
+        self._watcher = Watcher(meeting, agent, list(peers.values()), committed=storer.committed)
         self._restores = 0
         self._timeline: int | None = None
         self._parent: Generation | None = None
         self._plan: ShardPlan | None = None
+        self._replicas = Replicas(self._config.replicated, meeting.rank, meeting.world_size)
         self._latest: SaveHandle | None = None
         self._ticket: Ticket | None = None
         self._last_step: int | None = None
@@ -150,6 +174,16 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether the cadence asks for a save after this step; the same on all ranks."""
         return step % self._config.every_steps == 0
+
+    def stored(self) -> Generation | None:
+        """The newest generation that is on disk everywhere, as this node's agent knows.
+
+        What a loss of power of the whole cluster comes back to. Asks the agent; raises
+        ``AgentUnreachable``.
+        """
+        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        stored = run.get("stored", ())
+        return Generation.parse(stored[-1]) if stored else None
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -193,12 +227,7 @@ class Checkpointer:
         return self._timeline
 
     def _await_previous(self) -> None:
-        if self._ticket is not None:  # whoever had it does not tell; the agents know
-            if self._ticket.is_committed():
-                self._given_up.clear()
-            else:
-                self._given_up.append(self._ticket.shard.generation)
-            self._ticket = None
+        self._settle_ticket()
         previous = self._in_flight
         if previous is None:
             return
@@ -207,12 +236,24 @@ class Checkpointer:
             raise SaveTimedOut(f"the save of step {previous.step} is still not finished")
         self._in_flight = None
 
+    def _settle_ticket(self) -> None:
+        """Whoever had the ticket does not tell how it went; the agents know."""
+        if self._ticket is None:
+            return
+        generation = self._ticket.shard.generation
+        if self._ticket.is_committed():
+            self._given_up.clear()
+            self._storer.committed(generation)
+        else:
+            self._given_up.append(generation)
+        self._ticket = None
+
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
-        plan = plan_shard(state, previous=self._plan)
+        plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
         header = self._header(shard, plan.shard_bytes)
         slot = self._reserver.take(self._wish(header))
         payload = self._slots.payload(slot, header.payload_bytes)
-        plan.write(payload[: plan.shard_bytes], threads=_COPY_THREADS)
+        plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
         # A recycled slot holds an older shard; what lies beyond this one is coded too.
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
         handle.shard_bytes = plan.shard_bytes
@@ -227,7 +268,13 @@ class Checkpointer:
 
         self._watcher.follow(
             Following(
-                handle, shard, self._deadline_s(), start, True, lambda e: self._ended(header, e)
+                handle,
+                shard,
+                self._deadline_s(),
+                start,
+                counted=True,
+                claim=plan.claim,
+                ended=lambda error: self._ended(header, error),
             )
         )
 
@@ -279,12 +326,11 @@ class Checkpointer:
     def _protect(
         self, shard: ShardId, targets: tuple[wire.Target, ...], *, counted: bool
     ) -> wire.Protect:
-        code = self._cluster.placement.code
         return wire.Protect(
             shard=shard,
             writer=self._timeline or 0,
             targets=targets,
-            min_fragments=min(code.k + self._config.min_margin, code.holders) if counted else 0,
+            min_fragments=self._least() if counted else 0,
             memory_bytes=self._cluster.memory_bytes,
             timeout_s=0.5 * self._config.save_timeout_s,
             discard=tuple(self._given_up),
@@ -292,6 +338,20 @@ class Checkpointer:
 
     def _deadline_s(self) -> float:
         return time.monotonic() + self._config.save_timeout_s
+
+    def _least(self) -> int:
+        """Fragments that a shard needs at its holders, in memory and on disk."""
+        code = self._cluster.placement.code
+        return min(code.k + self._config.min_margin, code.holders)
+
+    def _disks(self, budget_bytes: int) -> Disks:
+        return Disks(
+            every=self._config.disk_every if self._meeting.rank == 0 else 0,
+            keep=self._config.keep,
+            budget_bytes=budget_bytes,
+            ranks=self._meeting.world_size,
+            least=self._least(),
+        )
 
     def _not_saved(
         self, handle: SaveHandle, shard: ShardId, error: Exception, *, raised: bool
@@ -343,8 +403,9 @@ class Checkpointer:
         """
         if self._in_flight is not None:
             self._in_flight.wait_done(self._config.save_timeout_s)
-        order, found = self._restorer().find(Wanted(step))
-        self._begin(order)
+        restorer = self._restorer()
+        order, found = restorer.find(Wanted(step))
+        self._begin(order, restorer)
         self._parent = found.generation if found else None
         return found
 
@@ -388,10 +449,11 @@ class Checkpointer:
             generation = Generation.parse(generation)
         if self._in_flight is not None:
             self._in_flight.wait_done(self._config.save_timeout_s)
-        order, restored = self._restorer().run(
+        restorer = self._restorer()
+        order, restored = restorer.run(
             state, Wanted(step, generation), required=resume == "required"
         )
-        self._begin(order)
+        self._begin(order, restorer)
         if restored is not None:
             self._parent = restored.generation
             self._protect_again(order, restored)
@@ -408,8 +470,9 @@ class Checkpointer:
             timeout_s=self._config.restore_timeout_s,
         )
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: Order, restorer: Restorer) -> None:
         self._timeline = order.timeline
+        self._storer.begin(order.timeline, restorer.stored, restorer.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
 
@@ -431,6 +494,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until the last save is committed or has failed, and let everything go.
 
+        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``.
+
         The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
         error of the last save is raised.
         """
@@ -439,6 +504,9 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         self._watcher.close()
+        if self._meeting.rank == 0:
+            self._settle_ticket()  # for the disks
+        self._storer.close(self._config.save_timeout_s)
         self._reserver.close()
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
@@ -454,6 +522,12 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 0:
+            raise InvalidConfig(f"{name}={value} is negative")
 
 
 __all__ = ["Checkpointer", "Restored", "SaveHandle"]

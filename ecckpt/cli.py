@@ -7,9 +7,9 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ecckpt.config import NodeConfig, read_token
 from ecckpt.errors import AgentUnreachable, EcckptError, InvalidConfig
@@ -56,6 +56,9 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument("--listen", default=node.listen, metavar="HOST:PORT", help="for its peers")
     agent.add_argument("--token-file", type=Path, default=node.token_file, help="shared credential")
     agent.add_argument("--engine", default=node.engine, help="of the codec (default: the best one)")
+    agent.add_argument(
+        "--disk", type=Path, default=node.disk, help="folder on disk (default: none)"
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -70,6 +73,9 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("run")
     plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
     plan.add_argument("--without", nargs="*", default=[], metavar="NODE", help="as if these died")
+    plan.add_argument(
+        "--without-memory", action="store_true", help="as after a loss of power: disks only"
+    )
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
@@ -157,6 +163,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             domain=arguments.domain or arguments.node,
             listen=arguments.listen,
             token=read_token(arguments.token_file),
+            disk=arguments.disk,
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.
@@ -179,9 +186,23 @@ def _status(arguments: argparse.Namespace) -> int:
             f"{facts['home_copies']} home copies, {facts['fragments']} fragments, "
             f"{facts['used_bytes']:,} bytes"
         )
+        _print_disk(facts)
         for name, why in facts["rejected"].items():
             print(f"    not adopted: {name}: {why}")
+    if status["disk"]["problem"]:
+        print(f"  disk: {status['disk']['problem']}")
     return 0
+
+
+def _print_disk(facts: dict[str, Any]) -> None:
+    if facts["disk_files"] or facts["stored"]:
+        newest = facts["stored"][-1] if facts["stored"] else "nothing"
+        print(
+            f"    on disk: stored everywhere {newest}, here {facts['disk_files']} files, "
+            f"{facts['disk_bytes']:,} bytes, {facts['disk_waiting_bytes']:,} to be written"
+        )
+    for problem in facts["disk_problems"]:
+        print(f"    not on disk: {problem}")
 
 
 def _plan_restore(arguments: argparse.Namespace) -> int:
@@ -198,6 +219,8 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
                 raise
             print(f"no answer: {error}", file=sys.stderr)
     left = [each for each in inventories if each.node not in arguments.without]
+    if arguments.without_memory:
+        left = [replace(each, headers=()) for each in left]
     plan = plan_recovery(arguments.run, left)
     chosen = plan.chosen
     if arguments.json:

@@ -134,6 +134,14 @@ class AgentClient:
         """Tell an agent that a generation is safe everywhere."""
         self._post(wire.Done, run, "commit", wire.Commit(run, generation))
 
+    def store(self, message: wire.Store) -> wire.Stored:
+        """Have it write a generation to disk, or learn how far that is."""
+        return self._post(wire.Stored, message.run, "store", message)
+
+    def retain(self, message: wire.Retain) -> None:
+        """Tell it which generations are on disk everywhere and stay."""
+        self._post(wire.Done, message.run, "retain", message)
+
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""
         self._post(wire.Done, message.run, "fence", message)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +17,7 @@ from ecckpt.errors import InvalidConfig
 from ecckpt.generation import check_name
 from ecckpt.native import AUTO
 from ecckpt.placement import CodeSpec
+from ecckpt.retention import Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class ClusterConfig:
     ``min_margin``: a save counts as protected with k + min_margin fragments at their holders.
     ``save_timeout_s``: after that long without being committed, a save has failed.
     ``restore_timeout_s``: bounds every step of a restore in which ranks wait for each other.
+    ``disk_every``: every nth committed save goes to the agents' disks, where they have some; 0:
+    none does. ``keep``: which generations stay there.
+    ``replicated``: patterns of plain tensors that are the same on all ranks.
     """
 
     run: str
@@ -33,6 +38,9 @@ class ClusterConfig:
     every_steps: int
     save_timeout_s: float
     restore_timeout_s: float
+    disk_every: int = 1
+    keep: Keep = field(default_factory=Keep)
+    replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("run", self.run)
@@ -40,6 +48,8 @@ class ClusterConfig:
             raise InvalidConfig(f"min_margin={self.min_margin} is negative")
         if self.every_steps < 1:
             raise InvalidConfig(f"every_steps={self.every_steps}: at least 1 is needed")
+        if self.disk_every < 0:
+            raise InvalidConfig(f"disk_every={self.disk_every} is negative")
         for name in ("save_timeout_s", "restore_timeout_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise InvalidConfig(f"{name}={getattr(self, name)} is no usable time")
@@ -47,6 +57,13 @@ class ClusterConfig:
     def fingerprint(self) -> str:
         """Equal on two ranks exactly if they were configured alike."""
         return repr(self)
+
+
+def named(patterns: Sequence[str]) -> tuple[str, ...]:
+    """As a tuple; ``InvalidConfig`` for a text, whose letters would be the patterns."""
+    if isinstance(patterns, str):
+        raise InvalidConfig(f"{patterns!r} is a text", hint="give a list of texts")
+    return tuple(patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,7 @@ class NodeConfig:
     listen: str
     token_file: Path | None
     engine: str = AUTO
+    disk: Path | None = None
 
     @classmethod
     def from_environment(cls, root: str | Path | None = None) -> Self:
@@ -66,8 +84,8 @@ class NodeConfig:
 
         ``ECCKPT_ROOT`` (default: /dev/shm/ecckpt-UID), ``ECCKPT_NODE`` (default: the host's name),
         ``ECCKPT_DOMAIN`` (default: the node itself), ``ECCKPT_LISTEN`` (default: 127.0.0.1:0),
-        ``ECCKPT_TOKEN_FILE`` and ``ECCKPT_ENGINE`` (of the codec; default: auto, the best one). An
-        argument beats the environment.
+        ``ECCKPT_TOKEN_FILE``, ``ECCKPT_ENGINE`` (of the codec; default: auto, the best one) and
+        ``ECCKPT_DISK`` (a folder on disk; default: none). An argument beats the environment.
         """
         read = os.environ.get
         hostname = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "localhost"
@@ -80,6 +98,7 @@ class NodeConfig:
             listen=read("ECCKPT_LISTEN") or "127.0.0.1:0",
             token_file=Path(token_file) if token_file else None,
             engine=read("ECCKPT_ENGINE") or AUTO,
+            disk=Path(disk) if (disk := read("ECCKPT_DISK")) else None,
         )
 
     def token(self) -> str:

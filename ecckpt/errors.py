@@ -190,6 +190,32 @@ class TmpfsFull(EcckptError, OSError):
         self.need_bytes, self.free_bytes = need_bytes, free_bytes
 
 
+# -- disk -----------------------------------------------------------------------------------------
+
+
+class DiskBudgetTooSmall(EcckptError):
+    """The run's disk budget on a node cannot hold another file."""
+
+    def __init__(self, node: str, *, need_bytes: int, have_bytes: int, what: str) -> None:
+        super().__init__(
+            f"node {node}: with {what} the run needs {need_bytes:,} bytes on disk, "
+            f"its budget is {have_bytes:,}",
+            hint="raise disk_bytes, or keep fewer generations",
+        )
+        self.need_bytes, self.have_bytes = need_bytes, have_bytes
+
+
+class DiskFull(EcckptError, OSError):
+    """The disk under an agent has no room for a file."""
+
+    def __init__(self, path: str, *, need_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{path}: {need_bytes:,} bytes wanted, {free_bytes:,} free on that disk",
+            hint="make room, keep fewer generations, or give the agent another --disk",
+        )
+        self.need_bytes, self.free_bytes = need_bytes, free_bytes
+
+
 # -- state ----------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ecckpt.fragment import HOME, Header
@@ -18,13 +18,22 @@ from ecckpt.lineage import RollBack, abandoned_by, in_force
 
 Class = Literal["complete", "recoverable", "lost"]
 
+UNREADABLE_DISK = "disk"
+"""The name in ``rejected`` of a disk as a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one agent holds of one run. ``rejected`` maps a file's name to why it was not taken."""
+    """What one agent holds of one run: ``headers`` of files in memory, and of those on ``disk``.
+
+    ``stored`` are the generations, oldest first, that it was told are on disk everywhere, and
+    stay. ``rejected`` maps a file's name to why it was not taken.
+    """
 
     node: str
     headers: tuple[Header, ...]
+    disk: tuple[Header, ...]
+    stored: tuple[Generation, ...]
     committed: Generation | None
     fence: int
     roll_backs: tuple[RollBack, ...]
@@ -129,10 +138,11 @@ def plan_recovery(
         newest_timeline = max(newest_timeline, inventory.fence)
         if inventory.committed:
             newest_timeline = max(newest_timeline, inventory.committed.timeline)
-        for header in inventory.headers:
+        for header in (*inventory.headers, *inventory.disk):
             if header.shard.run == run:
-                shard = header.shard
-                found[shard.generation][shard.rank][inventory.node].append(header)
+                held = found[header.shard.generation][header.shard.rank][inventory.node]
+                if header not in held:  # in memory and on disk: a node is lost with both
+                    held.append(header)
     roll_backs = in_force(each for inventory in inventories for each in inventory.roll_backs)
     reports = tuple(
         _report(each, found[each], abandoned_by(each, roll_backs))
@@ -159,12 +169,35 @@ def plan_recovery(
     )
 
 
+def on_disk(run: str, inventories: Iterable[Inventory]) -> tuple[Generation, ...]:
+    """Generations, oldest first, that a loss of power of all nodes would leave.
+
+    Those that some agent was told of, and those that are there although nobody was told: whoever
+    counted them may have died before.
+    """
+    inventories = list(inventories)
+    told = max(
+        (inventory.stored for inventory in inventories if inventory.stored),
+        key=lambda stored: (stored[-1], len(stored)),
+        default=(),
+    )
+    without_memory = [replace(inventory, headers=()) for inventory in inventories]
+    found = plan_recovery(run, without_memory).generations
+    there = {report.generation for report in found if report.state != "lost"}
+    return tuple(sorted(there.union(told)))
+
+
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
     ruins: dict[str, str] = {}
+    inventories = list(inventories)
+    # A run leaves traces on several nodes: one disk that cannot be read hides none from all.
+    hidden = all(UNREADABLE_DISK in inventory.rejected for inventory in inventories)
     for inventory in inventories:
         if inventory.committed is not None and inventory.committed not in found:
             ruins[str(inventory.committed)] = "it was committed, and nothing of it was found"
         for name, why in inventory.rejected.items():
+            if name == UNREADABLE_DISK and not hidden:
+                continue
             ruins[f"{inventory.node}/{name}"] = why
     return ruins
 

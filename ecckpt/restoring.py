@@ -24,17 +24,26 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
-from ecckpt.errors import CorruptFragment, EcckptError, NothingToRestore, StateMismatch
+from ecckpt.copying import COPY_THREADS
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    NotHeld,
+    NothingToRestore,
+    StateMismatch,
+)
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack
-from ecckpt.placement import Placement, plan_repair
+from ecckpt.lineage import RollBack, in_force
+from ecckpt.ordering import next_timeline, way_home
+from ecckpt.placement import Placement
 from ecckpt.reading import Peers, ShardSources
 from ecckpt.recovery import (
     GenerationReport,
     Inventory,
     RecoveryPlan,
     ShardReport,
+    on_disk,
     plan_recovery,
 )
 from ecckpt.rendezvous import Meeting
@@ -125,6 +134,14 @@ class Wanted:
         """Whether somebody chose: later restarts then do not go beyond it by themselves."""
         return self.step is not None or self.generation is not None
 
+    @property
+    def hint(self) -> str:
+        """What to do where it cannot be had."""
+        if not self.named:
+            return "to start from scratch, give the run another name"
+        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
+        return f"{what} was asked for; ecckpt plan-restore lists what there is"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -160,7 +177,7 @@ class Found:
 
 
 class Restorer:
-    """Restores for one rank; ``number`` tells apart several restores of one session."""
+    """Restores for one rank, once; ``number`` tells apart several restores of one session."""
 
     def __init__(
         self,
@@ -184,10 +201,13 @@ class Restorer:
         self._timeout_s = timeout_s
         self._refused: dict[Generation, str] = {}
         self._relaid: set[Generation] = set()
+        self._asking = ThreadPoolExecutor(32, thread_name_prefix="ask")
         self._silent: dict[str, str] = {}
         self._after = after
         self._timeline = 0
-        self._roll_backs: tuple[RollBack, ...] = ()
+        # What rank 0 learns for those that it tells, and for its disks.
+        self.roll_backs: tuple[RollBack, ...] = ()
+        self.stored: tuple[Generation, ...] = ()
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -197,6 +217,12 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
+        with self._asking:
+            return self._run(state, wanted, required=required)
+
+    def _run(
+        self, state: dict[str, Any], wanted: Wanted, *, required: bool
+    ) -> tuple[Order, Restored | None]:
         started_s = time.monotonic()
         for attempt in range(1000):
             order = self._order(attempt, wanted)
@@ -205,7 +231,7 @@ class Restorer:
                     raise NothingToRestore(
                         self._cluster.run,
                         order.rejected,
-                        hint="to start from scratch, give the run another name",
+                        hint=wanted.hint,
                     )
                 return order, None
             brought, outcome = self._prepare(order, state)
@@ -240,14 +266,16 @@ class Restorer:
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()
+            inventories = self._inventories()
             plan = plan_recovery(
                 self._cluster.run,
-                self._inventories(),
+                inventories,
                 step=wanted.step,
                 generation=wanted.generation,
                 refused=self._refused,
             )
-            self._roll_backs = plan.roll_backs
+            self.roll_backs = plan.roll_backs
+            self.stored = on_disk(self._cluster.run, inventories)
             return [wire.pack(order) for order in self._orders(plan, whole=whole)]
 
         answer = self._meeting.decide(
@@ -258,9 +286,7 @@ class Restorer:
     def _start_timeline(self) -> int:
         """Fence first, look afterwards: no plan on what an older writer may still change."""
         found = plan_recovery(self._cluster.run, self._inventories())
-        # Nor one that this session has had: where all agents forgot, its saves are still counted
-        # in the store, and a save of the same name would be taken for one of them.
-        timeline = max(found.newest_timeline, self._after) + 1
+        timeline = next_timeline(found, self._after)
         fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
         self._each_peer(lambda peer: peer.fence(fence))
         return timeline
@@ -272,14 +298,13 @@ class Restorer:
         """Answers of all agents; one that does not answer is not asked again in this restore."""
         answers: list[Any] = []
         peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        with ThreadPoolExecutor(32, thread_name_prefix="ask") as pool:
-            futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
-            for node, future in futures.items():
-                try:
-                    answers.append(future.result())
-                except (EcckptError, OSError) as error:
-                    self._silent[node] = str(error)
-                    _log.warning("node %s: %s", node, error)
+        futures = {node: self._asking.submit(ask, peer) for node, peer in peers.items()}
+        for node, future in futures.items():
+            try:
+                answers.append(future.result())
+            except (EcckptError, OSError) as error:
+                self._silent[node] = str(error)
+                _log.warning("node %s: %s", node, error)
         return answers
 
     def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
@@ -302,31 +327,15 @@ class Restorer:
         return orders
 
     def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
-        assert shard.header is not None
-        header = shard.header.at(HOME)
-        home = self._cluster.homes[shard.rank]
         address = {node: peer.address for node, peer in self._cluster.peers.items()}
-        sources = []
-        for index in range(header.n):
-            copies = shard.homes if index < header.k else ()
-            nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
-            if nodes:
-                sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-        placement = self._cluster.placement
-        missing = plan_repair(
-            home=home,
-            indices=header.n if placement.code.holders else 0,
-            present=shard.fragments,
-            holders=placement.holders[home],
-            nodes=placement.holders,
-        )
-        targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
+        home = self._cluster.homes[shard.rank]
+        way = way_home(shard, home, self._cluster.placement, address)
         return Order(
             self._timeline,
-            replace(header, home=home),
-            home in shard.homes,
-            tuple(sources),
-            tuple(targets),
+            way.header,
+            way.local,
+            way.sources,
+            way.repair,
             shard.margin,
             rejected,
             (),
@@ -384,6 +393,8 @@ class Restorer:
         assert order.header is not None
         try:
             return self._proven(self._cluster.agent.slot(order.header.shard))
+        except NotHeld:
+            return None  # on disk only: fetching brings it into memory
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None
@@ -404,14 +415,16 @@ class Restorer:
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
         header = slot.header
-        payload = self._slots.payload(slot, header.payload_bytes)
+        payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
         size_bytes = header.fragment_bytes
         views = {
             index: payload[index * size_bytes : (index + 1) * size_bytes]
             for index in range(header.k)
         }
         table = self._cluster.agent.table(header)
-        bad = Codec(header.k, header.m).verify(views, table, header.block_bytes)
+        bad = Codec(header.k, header.m).verify(
+            views, table, header.block_bytes, threads=COPY_THREADS
+        )
         if bad:
             raise CorruptFragment(
                 f"home copy of {header.shard}: {len(bad)} of {header.k * header.rows} blocks "
@@ -435,10 +448,10 @@ class Restorer:
                 self._refused[generation] = "; ".join(bad[:4])
                 _log.warning("generation %s refused: %s", generation, self._refused[generation])
             elif not relaid:
-                went_back = (RollBack(self._timeline, generation),) if wanted.named else ()
-                fence = wire.Fence(
-                    self._cluster.run, self._timeline, generation, self._roll_backs + went_back
-                )
+                if wanted.named:
+                    went_back = RollBack(self._timeline, generation)
+                    self.roll_backs = in_force((*self.roll_backs, went_back))
+                fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
                 self._each_peer(lambda peer: peer.fence(fence))
             return [b"" if bad or relaid else b"go"] * len(payloads)
 

@@ -1,9 +1,6 @@
 """A save on its way: the handle that the caller holds, and the thread that sees it through.
 
-The thread only waits for the agent and counts in the store. Committing needs no collective: each
-rank adds one to the generation's counter when its shard is protected, and whoever completes the
-count tells the agents. A rank that gives up makes the count unreachable first, in the same atomic
-counter, so a generation is either committed or given up, never both.
+The thread only waits for the agent and counts in the store, as ``counting.py`` has it.
 """
 
 from __future__ import annotations
@@ -16,14 +13,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ecckpt import wire
+from ecckpt.claims import Claims
 from ecckpt.client import AgentClient
+from ecckpt.counting import (
+    POISON,
+    Count,
+    GiveUp,
+    Look,
+    Protected,
+    Start,
+    Step,
+    Steps,
+    Tell,
+    counter_of,
+    see_through,
+)
 from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
 from ecckpt.generation import Generation, ShardId
 from ecckpt.rendezvous import Meeting
+from ecckpt.state import Claim
 
 _log = logging.getLogger(__name__)
 
-_POISON = 1 << 40
 _WATCH_S = 1.0
 _COMMIT_TIMEOUT_S = 2.0
 
@@ -114,7 +125,8 @@ class SaveHandle:
 class Following:
     """What the watcher needs to see one save through.
 
-    ``ended`` hears how it went just before the handle tells: the next save cannot have begun.
+    ``claim`` is what the other ranks must have as well. ``ended`` hears how it went just before the
+    handle tells: the next save cannot have begun.
     """
 
     handle: SaveHandle
@@ -122,16 +134,29 @@ class Following:
     deadline_s: float
     start: Callable[[], None]
     counted: bool
+    claim: Claim | None = None
     ended: Callable[[EcckptError | None], None] = lambda _: None
 
 
 class Watcher:
-    """One thread that follows saves, one after another, for as long as the Checkpointer lives."""
+    """One thread that follows saves, one after another, for as long as the Checkpointer lives.
 
-    def __init__(self, meeting: Meeting, agent: AgentClient, peers: Sequence[AgentClient]) -> None:
+    ``committed`` is called for each one that was committed, and returns at once.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        agent: AgentClient,
+        peers: Sequence[AgentClient],
+        *,
+        committed: Callable[[Generation], None] = lambda generation: None,
+    ) -> None:
         self._meeting = meeting
+        self._committed = committed
         self._agent = agent
         self._peers = peers
+        self._claims = Claims(meeting)
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="ecckpt-watch", daemon=True)
         self._thread.start()
@@ -161,80 +186,72 @@ class Watcher:
                 _log.exception("background work for a save failed")
 
     def _see_through(self, following: Following) -> None:
-        failed: EcckptError | None = None
-        try:
-            self._follow(following)
-        except EcckptError as error:
-            failed = self._settled(following, error)
-        except Exception as error:
-            _log.exception("following %s failed", following.shard)
-            failed = self._settled(following, SaveFailed(f"{following.shard}: {error!r}"))
+        shard, ranks = following.shard, self._meeting.world_size
+        failed = self._drive(following, see_through(shard, ranks, counted=following.counted))
+        if following.claim is not None:
+            failed = self._claims.explain(following.shard, failed)
+        if failed is not None:
+            _log.warning("save of step %d failed: %s", following.handle.step, failed)
+        elif following.counted:
+            self._committed(shard.generation)
         try:
             following.ended(failed)
         finally:
             following.handle.finish(failed)
 
-    def _follow(self, following: Following) -> None:
-        following.start()
-        following.handle.mark_protected(self._await_protected(following))
-        if not following.counted:
-            return
-        generation = following.shard.generation
-        if self._meeting.add(_counter(generation), 1) == self._meeting.world_size:
-            self._commit(following)
-        self._await_committed(following)
+    def _drive(self, following: Following, steps: Steps) -> EcckptError | None:
+        """Do what the rule asks for (counting.py), until it says how the save ended."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    result = self._do(following, step)
+                except EcckptError as error:
+                    step = steps.throw(error)
+                except Exception as error:
+                    _log.exception("following %s failed", following.shard)
+                    step = steps.throw(SaveFailed(f"{following.shard}: {error!r}"))
+                else:
+                    step = steps.send(result)
+        except StopIteration as end:
+            ended: EcckptError | None = end.value
+            return ended
 
-    def _await_protected(self, following: Following) -> wire.Progress:
-        state = "encoding"
-        while True:
-            progress = self._watch(following, state, committed=False)
-            state = progress.state
-            if state == "protected":
-                return progress
-            if state in ("failed", "unknown"):
-                detail = "; ".join(progress.problems[:8]) or "the agent was restarted meanwhile"
-                raise SaveFailed(f"{following.shard}: not protected: {detail}")
+    def _do(self, following: Following, step: Step) -> object:
+        shard = following.shard
+        match step:
+            case Start():
+                # First of all: what lacks a shard is never restored, whatever becomes of this rank.
+                if following.claim is not None:
+                    self._claims.compare(shard.generation, following.claim)
+                following.start()
+            case Look(state):
+                return self._watch(following, state)
+            case Protected(progress):
+                following.handle.mark_protected(progress)
+            case Count(amount):
+                return self._meeting.add(counter_of(shard.generation), amount)
+            case Tell(everybody=True):
+                # One after another: a program that is ending can start no threads.
+                for peer in (self._agent, *self._peers):
+                    tell_committed(peer, shard)
+            case Tell():
+                self._agent.commit(shard.run, shard.generation)
+            case GiveUp():
+                return self._give_up(shard)
+        return None
 
-    def _await_committed(self, following: Following) -> None:
-        counter = _counter(following.shard.generation)
-        while not self._watch(following, "protected", committed=False).committed:
-            count = self._meeting.add(counter, 0)
-            if count < 0:
-                raise SaveFailed(f"{following.shard}: another rank could not protect its shard")
-            if count >= self._meeting.world_size:
-                # Whoever completed the count may have died before it told this node.
-                self._agent.commit(following.shard.run, following.shard.generation)
-
-    def _watch(self, following: Following, state: str, *, committed: bool) -> wire.Progress:
+    def _watch(self, following: Following, state: str) -> wire.Progress:
         left_s = following.deadline_s - time.monotonic()
         if left_s <= 0:
             raise SaveTimedOut(f"{following.shard}: still {state} at its deadline")
-        message = wire.Watch(following.shard, state, committed, min(_WATCH_S, left_s))
-        return self._agent.watch(message)
-
-    def _commit(self, following: Following) -> None:
-        """Tell every agent, this node's first.
-
-        One that misses it learns it from its own ranks or from the next commit, so the others
-        need not wait for it. One after another: a program that is ending can start no threads.
-        """
-        for peer in (self._agent, *self._peers):
-            tell_committed(peer, following.shard)
-
-    def _settled(self, following: Following, error: EcckptError) -> EcckptError | None:
-        """The error that a save ends with; None if the other ranks have committed it anyway."""
-        if following.counted and not self._give_up(following.shard):
-            _log.warning("%s was committed by the other ranks: %s", following.shard, error)
-            return None
-        _log.warning("save of step %d failed: %s", following.handle.step, error)
-        return error
+        return self._agent.watch(wire.Watch(following.shard, state, False, min(_WATCH_S, left_s)))
 
     def _give_up(self, shard: ShardId) -> bool:
         """Make sure that a generation can no longer be committed; False if it already is."""
-        # Never from a complete count: other ranks may yet read it, and must find it complete.
         try:
             return self._meeting.subtract_unless(
-                _counter(shard.generation), _POISON, value=self._meeting.world_size
+                counter_of(shard.generation), POISON, value=self._meeting.world_size
             )
         except (RuntimeError, OSError) as error:
             _log.warning("could not give up %s in the store: %s", shard, error)
@@ -247,7 +264,3 @@ def tell_committed(peer: AgentClient, shard: ShardId) -> None:
         replace(peer, timeout_s=_COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
     except (EcckptError, OSError) as error:
         _log.warning("could not tell %s that %s is committed: %s", peer.address, shard, error)
-
-
-def _counter(generation: Generation) -> str:
-    return f"count/{generation}"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections import OrderedDict
 from pathlib import Path
 
 from ecckpt import wire
 from ecckpt.errors import CorruptFragment
+from ecckpt.mapping import fault_in, map_file
 
 # The committed generation, the one being saved, and one that a restore or a failed save left.
 _KEPT = 4
-_MADV_POPULATE_READ = 22
-_FAULT_BYTES = 16 << 20
 
 
 class Slots:
@@ -24,31 +22,42 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._maps: OrderedDict[str, memoryview] = OrderedDict()
+        self._faulted_in: set[str] = set()
         self._lock = threading.Lock()
 
-    def payload(self, slot: wire.Slot, payload_bytes: int) -> memoryview:
+    def payload(self, slot: wire.Slot, payload_bytes: int, *, to_write: bool = True) -> memoryview:
         """The payload of a slot, writable; valid until the slot's generation is retired.
 
-        Raises ``CorruptFragment`` if the slot has no room for that many bytes.
+        Every page would fault at its first write, so they all are brought in before. For reading
+        the kernel maps several with each fault: not ``to_write`` leaves it to that. Raises
+        ``CorruptFragment`` if the slot has no room for that many bytes.
         """
         start = slot.payload_offset
         if start + payload_bytes > slot.file_bytes:
             raise CorruptFragment(f"{payload_bytes} bytes into a slot of {slot.file_bytes}")
         with self._lock:
-            mapped = self._maps.pop(slot.region, None) or _map(slot)
+            mapped = self._maps.pop(slot.region, None)
+            if mapped is None:
+                mapped = _map(slot)
             self._maps[slot.region] = mapped
+            if to_write and slot.region not in self._faulted_in:
+                self._faulted_in.add(slot.region)
+                with contextlib.suppress(OSError):  # before Linux 5.14 the save pays for each fault
+                    fault_in(mapped)
             while len(self._maps) > _KEPT:
-                self._maps.popitem(last=False)  # unmapped when its last view is gone
-        return memoryview(mapped)[start : start + payload_bytes]
+                region, _ = self._maps.popitem(last=False)  # unmapped with its last view
+                self._faulted_in.discard(region)
+        return mapped[start : start + payload_bytes]
 
     def close(self) -> None:
         """Forget all mappings."""
         with self._lock:
             self._maps.clear()
+            self._faulted_in.clear()
 
 
-def _map(slot: wire.Slot) -> mmap.mmap:
+def _map(slot: wire.Slot) -> memoryview:
     path = Path(slot.path)
     with path.open("r+b") as file:
         size_bytes = path.stat().st_size
@@ -56,11 +65,4 @@ def _map(slot: wire.Slot) -> mmap.mmap:
             raise CorruptFragment(
                 f"slot {path} has {size_bytes} bytes, {slot.header.file_bytes} are needed"
             )
-        mapped = mmap.mmap(file.fileno(), slot.file_bytes)
-    # The pages exist, and a fault for each would cost the first save dearly. In steps, because the
-    # training program must be able to go on in between.
-    with contextlib.suppress(OSError):  # before Linux 5.14
-        for start in range(0, slot.file_bytes, _FAULT_BYTES):
-            length = min(_FAULT_BYTES, slot.file_bytes - start)
-            mapped.madvise(_MADV_POPULATE_READ, start, length)
-    return mapped
+        return map_file(file.fileno(), slot.file_bytes)

@@ -40,10 +40,16 @@ class LocalCluster:
         domains: a label per node; without, each node is its own domain.
         folder: where the nodes' folders are made (default: a new one in /dev/shm). Folders that
             are there already are adopted, as agents do after a kill.
+        disk: a folder for the nodes' disks (default: they have none). It is yours to remove.
     """
 
     def __init__(
-        self, nodes: int = 8, *, domains: Sequence[str] = (), folder: Path | None = None
+        self,
+        nodes: int = 8,
+        *,
+        domains: Sequence[str] = (),
+        folder: Path | None = None,
+        disk: Path | None = None,
     ) -> None:
         if nodes < 1 or (domains and len(domains) != nodes):
             raise InvalidConfig(f"{nodes} nodes and {len(domains)} domains")
@@ -51,6 +57,7 @@ class LocalCluster:
         self._domains = dict(zip(self.nodes, domains or self.nodes, strict=True))
         self._given = folder
         self._folder = folder
+        self._disk = disk
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._replaced = 0
 
@@ -89,10 +96,24 @@ class LocalCluster:
     # -- one node ---------------------------------------------------------------------------------
 
     def kill(self, *nodes: str) -> None:
-        """Lose hosts: SIGKILL to their agents, and their memory is gone."""
+        """Lose hosts: SIGKILL to their agents, and their memory and disks are gone."""
         for node in nodes:
             self._end(node)
             shutil.rmtree(self.root(node))
+            if self._disk is not None:
+                shutil.rmtree(self._disk / node, ignore_errors=True)
+
+    def cut_power(self, *nodes: str) -> None:
+        """SIGKILL to the agents, and their memory is gone; what is on disk stays.
+
+        All of them, or those named. Their ports are kept, as a host keeps its address.
+        """
+        for node in nodes or tuple(self._processes):
+            self._end(node)
+            port = (self.root(node) / "port").read_text()
+            shutil.rmtree(self.root(node))
+            self.root(node).mkdir(mode=0o700)
+            (self.root(node) / "port").write_text(port)
 
     def restart(self, *nodes: str) -> None:
         """SIGKILL the agents of nodes whose memory stays, and start them again."""
@@ -141,7 +162,9 @@ class LocalCluster:
     def _launch(self, nodes: Iterable[str]) -> None:
         nodes = list(nodes)
         for node in nodes:
-            config = NodeConfig(self.root(node), node, self._domains[node], "127.0.0.1:0", None)
+            config = NodeConfig(
+                self.root(node), node, self._domains[node], "127.0.0.1:0", None, disk=self._disk
+            )
             self._processes[node] = start(config)
         for node in nodes:
             log = self.root(node) / "agent.log"

@@ -47,8 +47,10 @@ def table_of(header, seed=1):
     return noise.integers(0, 1 << 32, (header.n, header.rows), dtype=np.uint32)
 
 
-def inventory(node, headers=(), *, committed=None, fence=0, roll_backs=()):
-    return Inventory(node, tuple(headers), committed, fence, tuple(roll_backs), {})
+def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=()):
+    return Inventory(
+        node, tuple(headers), tuple(disk), tuple(stored), committed, fence, tuple(roll_backs), {}
+    )
 
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)

@@ -79,7 +79,7 @@ class Hands:
 
     def region(self, size_bytes):
         self.regions += 1
-        return Region(Path(f"{self.regions}"), size_bytes, None, memoryview(b""))
+        return Region(Path(f"{self.regions}"), size_bytes, memoryview(b""))
 
     def took(self, kind):
         found = [each for each in self.settled if isinstance(each, kind)]

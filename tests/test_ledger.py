@@ -19,7 +19,7 @@ STEPS = [8, 9, 10, 99, 100, 999_999, 1_000_000, 10_000_000]
 
 def enter(ledger, gen, *, rank=0, index=HOME, sealed=True):
     shard = header(index, rank=rank, gen=gen, run=ledger.run)
-    region = Region(Path("nowhere"), 0, None, memoryview(b""))
+    region = Region(Path("nowhere"), 0, memoryview(b""))
     entry = Entry(shard, region, table_of(shard) if sealed else None)
     ledger.entries[entry.key] = entry
     return entry

@@ -1,17 +1,22 @@
 """The memory tier on real tmpfs: reserved up front, bounded, recycled, never a SIGBUS."""
 
+import gc
 import os
+import re
 import resource
-import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media import small_tmpfs
+from tier_suite import TierSuite, content_of
 
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.mapping import HUGE_PAGE_BYTES, make_huge
 from ecckpt.tiers.memory import MemoryTier, private_folder, void
 
 PAGE = 4096
@@ -33,14 +38,8 @@ def tier(root):
 @pytest.fixture
 def small_root(tmp_path):
     """A tmpfs of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "ecckpt-test", str(tmp_path)]
-    mounted = subprocess.run(command, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with small_tmpfs(tmp_path) as folder:
+        yield folder
 
 
 def take(tier, size_bytes, *, run="test", budget_bytes=BUDGET):
@@ -56,7 +55,30 @@ def open_files():
 
 
 def mappings():
+    gc.collect()  # what earlier tests left in cycles
     return Path("/proc/self/maps").read_text().count(".region")
+
+
+class TestContract(TierSuite):
+    too_small, full = MemoryBudgetTooSmall, TmpfsFull
+
+    def start(self, root):
+        return MemoryTier(root, node="n1")
+
+    def keep(self, tier, shard, *, budget_bytes=BUDGET):
+        run = shard.shard.run
+        region = take(tier, shard.file_bytes, run=run, budget_bytes=budget_bytes)
+        region.view[: shard.file_bytes] = content_of(shard)
+        return region
+
+    def let_go(self, tier, kept, shard):
+        tier.discard(shard.shard.run, kept)
+
+    def read(self, kept, shard):
+        return kept.path.read_bytes()[: shard.file_bytes]
+
+    def take_over(self, tier, path, shard):
+        return tier.adopt(shard.shard.run, path)
 
 
 # -- reserving ------------------------------------------------------------------------------------
@@ -250,8 +272,8 @@ def test_regions_given_back_leave_no_mapping(tier):
         region = take(tier, size * 3 * PAGE, budget_bytes=2 * MIB)
         tier.recycle("test", region)
         del region
-    kept = len(tier._spare["test"])
-    assert (open_files(), mappings()) == (before[0] + kept, before[1] + kept)
+    kept = len(tier._accounts._spare["test"])
+    assert (open_files(), mappings()) == (before[0], before[1] + kept)
 
 
 # -- what an earlier agent left -------------------------------------------------------------------
@@ -316,3 +338,46 @@ def test_a_link_is_no_private_folder(root):
     (root / "link").symlink_to("real")
     with pytest.raises(InvalidConfig, match="is not private"):
         private_folder(root / "link")
+
+
+# -- huge pages -----------------------------------------------------------------------------------
+
+
+def await_(condition, timeout_s=20.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return condition()
+
+
+def on_huge_pages(region):
+    """Whether all whole huge pages of a region are that, by asking for it once more."""
+    lines = Path("/proc/self/smaps").read_text()
+    part = lines[lines.index(region.path.name) :]
+    found = re.search(r"ShmemPmdMapped:\s+(\d+) kB", part)
+    return int(found[1]) >= region.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES // 1024
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("ecckpt.tiers.hugepages._CALM_S", 0.0)
+
+
+def test_regions_are_on_huge_pages_before_long(tier, impatient):
+    region = take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB)
+    if not make_huge(region.view):
+        pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")
+    region = take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB)
+    content = os.urandom(region.size_bytes)
+    region.view[:] = content
+    assert await_(lambda: on_huge_pages(region))
+    assert bytes(region.view) == content
+
+
+def test_a_region_given_back_is_not_kept_for_its_huge_pages(tier, impatient):
+    region = take(tier, 4 * HUGE_PAGE_BYTES, budget_bytes=64 * MIB)
+    before = mappings()
+    tier.recycle("test", region)
+    del region
+    assert tier._drop_spares() == 1
+    assert mappings() < before

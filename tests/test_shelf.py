@@ -27,6 +27,7 @@ from ecckpt.fragment import (
     parse_table,
 )
 from ecckpt.lineage import RollBack
+from ecckpt.tiers.memory import whole_pages
 
 BUDGET = 64 << 20
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -272,10 +273,24 @@ def test_an_abandoned_timeline_goes_when_the_budget_leaves_no_other_way(agent):
 
 def test_the_steady_need_is_two_generations_and_parity():
     shard = header(shard_bytes=100_000)
-    fragment = shard.at(0)
-    assert steady_bytes(shard, local_ranks=2, holders=5) == 2 * (
-        2 * shard.file_bytes + parity_region_bytes(shard) + 10 * fragment.file_bytes
+    home, parity, fragment = map(
+        whole_pages, (shard.file_bytes, parity_region_bytes(shard), shard.at(0).file_bytes)
     )
+    assert steady_bytes(shard, local_ranks=2, holders=5) == 2 * (2 * home + parity + 10 * fragment)
+
+
+def test_a_budget_of_the_steady_need_is_enough(agent):
+    # Regions are whole pages: without counting that, small shards failed at their second save.
+    budget_bytes = steady_bytes(header(), local_ranks=1, holders=1)
+    tier = agent.shelf.tier
+    for step in (1, 2, 3):
+        which = generation(1, step)
+        keep(agent, gen=which, budget_bytes=budget_bytes)
+        size_bytes = parity_region_bytes(header())
+        parity = tier.allocate("test", size_bytes, budget_bytes=budget_bytes, what="parity")
+        tier.recycle("test", parity)
+        keep(agent, 0, gen=which, budget_bytes=budget_bytes)
+        commit(agent, which)
 
 
 # -- timelines ------------------------------------------------------------------------------------
@@ -295,6 +310,39 @@ def test_as_many_roll_backs_as_are_remembered_fit_into_the_run_state(agent):
     each = [RollBack(huge + at + 1, generation(huge + at)) for at in range(64)]
     fence(agent, huge + 65, roll_backs=each)
     assert len(ledger(again(agent)).roll_backs) == 64
+
+
+def test_a_fence_that_could_not_be_written_down_is_made_up_for(agent, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space"):
+            fence(agent, 2)
+    with pytest.raises(Fenced):
+        fence(agent, 1)
+    fence(agent, 2)
+    with pytest.raises(Fenced):
+        fence(again(agent), 1)
+
+
+def test_a_state_that_cannot_be_read_now_is_no_reason_to_forget_it(agent, monkeypatch):
+    # The fence and what was committed were forgotten, and the file was written anew without them.
+    fence(agent, 2)
+    file_open = Path.open
+
+    def no_more_files(path, *arguments, **options):
+        if path.suffix == ".state":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return file_open(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", no_more_files)
+        with pytest.raises(OSError, match="Too many open files"):
+            again(agent)
+    with pytest.raises(Fenced):
+        fence(again(agent), 1)
 
 
 def test_run_state_outlives_the_process(agent):

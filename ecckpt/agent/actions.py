@@ -6,6 +6,7 @@ performs them. Events are what the driver tells the core: requests, ends of acti
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ecckpt.agent.ledger import Entry
 if TYPE_CHECKING:
     import numpy as np
 
+    from ecckpt.tiers.disk import DiskFile
     from ecckpt.tiers.memory import Region
 
 # -- tasks ----------------------------------------------------------------------------------------
@@ -62,6 +64,16 @@ class Fetching:
     message: wire.Fetch
     region: Region | None = None
     parity: Region | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Storing:
+    """Writing what is here of one generation to disk; ``waiting`` and ``writing`` are lent."""
+
+    message: wire.Store
+    waiting: deque[Entry]
+    writing: Entry | None = None
+    problems: list[str] = field(default_factory=list)
 
 
 # -- actions that are settled at once, in order, before the next event; they cannot fail ----------
@@ -189,9 +201,36 @@ class Post:
     node: str = ""
 
 
+# -- the same, but nobody waits for the disk: one thread of its own does them, in order -----------
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write a lent entry to disk. Its result is the ``DiskFile``."""
+
+    storing: Storing
+    entry: Entry
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Remove files from disk."""
+
+    files: tuple[DiskFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write down on disk what must outlive the memory of a run. Its result is the ``Notes``."""
+
+    run: str
+
+
 Small = Seal | Recycle | Discard | Wake | Warn
 Answer = Reply | Refuse
-Large = Remember | Allocate | Encode | Pull | Gather | Post
+Behind = Write | Remove | Record
+Large = Remember | Allocate | Encode | Pull | Gather | Post | Behind
 Action = Small | Answer | Large
 
 # -- events ---------------------------------------------------------------------------------------
@@ -205,6 +244,8 @@ Request = (
     | wire.Commit
     | wire.Fence
     | wire.Fetch
+    | wire.Store
+    | wire.Retain
 )
 
 

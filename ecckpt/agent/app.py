@@ -85,6 +85,8 @@ class Application:
             "held": (wire.Held, agent.held),
             "commit": (wire.Commit, agent.commit),
             "fence": (wire.Fence, agent.fence),
+            "store": (wire.Store, agent.store),
+            "retain": (wire.Retain, agent.retain),
         }
         self._local_verbs: dict[str, tuple[type, Callable[[Any], object]]] = {
             "reserve": (wire.Reserve, agent.reserve),

@@ -3,11 +3,12 @@
 A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
-    Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch     requests (wire.py)
+    Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch,
+    Store, Retain                                                 requests (wire.py)
     Finished, Failed, Due                                  ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
-hold.py, fetch.py; ledgers.py about files.
+hold.py, fetch.py, store.py; ledgers.py about files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ecckpt import wire
 from ecckpt.agent.actions import (
     Action,
     Allocate,
+    Behind,
     Due,
     Encode,
     Event,
@@ -28,6 +30,7 @@ from ecckpt.agent.actions import (
     Job,
     Post,
     Pull,
+    Record,
     Recycle,
     Refuse,
     Remember,
@@ -35,6 +38,7 @@ from ecckpt.agent.actions import (
     Request,
     Taking,
     Warn,
+    Write,
 )
 from ecckpt.agent.fetch import Fetcher, slot_of
 from ecckpt.agent.hold import Holder
@@ -42,6 +46,7 @@ from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.protect import Protector
 from ecckpt.agent.sizes import steady_bytes
+from ecckpt.agent.store import Storekeeper
 from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import HOME
 from ecckpt.generation import ShardId
@@ -51,11 +56,20 @@ class Core:
     """One agent's decisions. Not thread-safe: whoever drives it takes one event after another.
 
     Peers reach the agent at ``address``. ``budget_bytes`` is what a run may use on this node unless
-    it says otherwise.
+    it says otherwise. ``disk``: whether the node has one; ``disk_problem``: why it is of no use.
     """
 
-    def __init__(self, *, node: str, address: str, budget_bytes: int) -> None:
-        self.ledgers = Ledgers(node)
+    def __init__(
+        self,
+        *,
+        node: str,
+        address: str,
+        budget_bytes: int,
+        disk: bool = False,
+        disk_problem: str = "",
+    ) -> None:
+        self.ledgers = Ledgers(node, disk=disk)
+        self.storekeeper = Storekeeper(self.ledgers, problem=disk_problem)
         self._node = node
         self._budget_bytes = budget_bytes
         self._protector = Protector(self.ledgers, address=address)
@@ -68,6 +82,8 @@ class Core:
         ``now_s`` is of any clock that never goes back.
         """
         match event:
+            case Finished(action, result) if isinstance(action, Behind):
+                return self._done_on_disk(action, result)
             case Finished(action, result):
                 return self._finished(action, result, now_s)
             case Failed(action, error):
@@ -107,6 +123,8 @@ class Core:
                 actions = self._fence(request)
             case wire.Fetch():
                 actions = self._fetcher.start(request)
+            case wire.Store() | wire.Retain():
+                actions = self.storekeeper.asked(request)
         return actions
 
     def _reserve(self, message: wire.Reserve) -> list[Action]:
@@ -181,11 +199,23 @@ class Core:
                 return self._fetcher.gathered(fetching, result)
         return []  # a message has arrived
 
+    def _done_on_disk(self, action: Behind, result: Any) -> list[Action]:
+        match action:
+            case Write():
+                return self.storekeeper.written(action, result)
+            case Record(run):
+                self.ledgers.of(run).recorded = result
+        return []  # files are gone
+
     def _remembered(self, run: str, notes: Notes, *, answers: bool) -> list[Action]:
         ledger = self.ledgers.of(run)
         ledger.noted = notes
-        gone = self.ledgers.retire(ledger.outdated())
-        return [*gone, Reply(wire.Done())] if answers else gone
+        actions = [
+            *self.ledgers.retire(ledger.outdated()),
+            *self.ledgers.record(ledger),
+            *self.ledgers.remove(run, ledger.superseded()),
+        ]
+        return [*actions, Reply(wire.Done())] if answers else actions
 
     def _allocated(self, task: object, region: Any) -> list[Action]:
         match task:
@@ -212,6 +242,8 @@ class Core:
                 actions = self._fetcher.failed(fetching, error)
             case Allocate(task=wire.Reserve()) | Remember(answers=True):
                 actions = [Refuse(error)]
+            case Write():
+                actions = self.storekeeper.failed(action, error)
             case Post(message=wire.Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions
@@ -219,9 +251,12 @@ class Core:
     def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
         """Drop what is least missed, where there is no other way.
 
-        That is an abandoned timeline, and slots that ranks of any run have reserved ahead: they may
-        have ended, and one that lives asks again.
+        First what only the disk still needs. Then an abandoned timeline, and slots that ranks of
+        any run have reserved ahead: they may have ended, and one that lives asks again.
         """
+        recalled = self.ledgers.recall(None if isinstance(error, TmpfsFull) else action.run)
+        if recalled:
+            return [*recalled, action]
         again = Allocate(
             action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
         )

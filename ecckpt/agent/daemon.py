@@ -25,6 +25,8 @@ from ecckpt.generation import check_name
 from ecckpt.tiers.memory import private_folder
 from ecckpt.transport.http import split_address
 
+_log = logging.getLogger(__name__)
+
 SOCKET_NAME = "agent.sock"
 
 # Idle ones do not exist; restores of local ranks may occupy a good part of them (node.py).
@@ -54,10 +56,13 @@ class _Server(BaseApplication):  # type: ignore[misc]
         return self._build()  # type: ignore[no-any-return]
 
 
-def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) -> None:
+def run_agent(
+    root: Path, *, node: str, domain: str, listen: str, token: str, disk: Path | None = None
+) -> None:
     """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
 
     ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
+    ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it.
     """
     check_name("node", node)
     host, port = split_address(listen)
@@ -73,12 +78,21 @@ def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) ->
         )
     private_folder(root)
     lock = _lock(root)
+    own_disk, disk_lock, disk_problem = _open_disk(disk, node)
     peers, local = _bind_peers(root, host, port), _bind_unix(path)
     bound_host, bound_port = peers.getsockname()[:2]
     address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
 
     def build() -> Application:
-        agent = Agent(root, node=node, domain=domain, address=address, token=token)
+        agent = Agent(
+            root,
+            node=node,
+            domain=domain,
+            address=address,
+            token=token,
+            disk=own_disk,
+            disk_problem=disk_problem,
+        )
         arbiter = os.getppid()
         return Application(agent, token=token, stop=lambda: os.kill(arbiter, signal.SIGTERM))
 
@@ -100,6 +114,27 @@ def run_agent(root: Path, *, node: str, domain: str, listen: str, token: str) ->
         _Server(settings, build).run()
     finally:
         os.close(lock)
+        if disk_lock is not None:
+            os.close(disk_lock)
+
+
+def _open_disk(disk: Path | None, node: str) -> tuple[Path | None, int | None, str]:
+    """The node's own folder on disk, its lock, and why it cannot be used, if it cannot.
+
+    A disk that fails costs its own redundancy, not the agent. One that is somebody else's does.
+    """
+    if disk is None:
+        return None, None, ""
+    folder = disk / node
+    try:
+        disk.mkdir(parents=True, exist_ok=True)
+        return folder, _lock(private_folder(folder)), ""
+    except AlreadyRunning:
+        raise
+    except OSError as error:
+        problem = f"disk {folder}: {error.strerror or error}"
+        _log.warning("%s: nothing is stored there", problem)
+        return folder, None, problem
 
 
 def _lock(root: Path) -> int:

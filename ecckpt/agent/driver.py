@@ -15,11 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from ecckpt.agent.actions import (
     Allocate,
     Answer,
+    Behind,
     Discard,
     Due,
     Encode,
@@ -30,24 +31,31 @@ from ecckpt.agent.actions import (
     Large,
     Post,
     Pull,
+    Record,
     Recycle,
     Refuse,
     Remember,
+    Remove,
     Reply,
     Request,
     Seal,
     Small,
     Wake,
     Warn,
+    Write,
 )
 from ecckpt.agent.coding import encode_home, seal
 from ecckpt.agent.core import Core
+from ecckpt.agent.disk import Disk, Found, calm
 from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
 from ecckpt.errors import EcckptError
+from ecckpt.recovery import UNREADABLE_DISK
 
 _log = logging.getLogger(__name__)
+
+_READING = "disk, for now"
 
 _THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16}
 
@@ -55,8 +63,11 @@ _THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, P
 class Driver:
     """Thread-safe. ``changed`` guards the core and wakes who waits for news."""
 
-    def __init__(self, core: Core, shelf: Shelf, network: Network) -> None:
+    def __init__(
+        self, core: Core, shelf: Shelf, network: Network, disk: Disk | None = None
+    ) -> None:
         self.core = core
+        self._disk = disk
         self.changed = threading.Condition()
         self._shelf = shelf
         self._network = network
@@ -65,6 +76,31 @@ class Driver:
             kind: ThreadPoolExecutor(threads, thread_name_prefix=kind.__name__.lower())
             for kind, threads in _THREADS.items()
         }
+        behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=calm)
+        self._pools |= {Write: behind, Remove: behind, Record: behind}
+
+    def adopt(self, *, patience_s: float) -> None:
+        """Enter what is on disk; what takes longer than ``patience_s`` is entered when it is read.
+
+        Until then it is named in ``rejected``: nobody takes its absence for proof.
+        """
+        if self._disk is None:
+            return
+        with self.changed:
+            self.core.ledgers.rejected[_READING] = "still being read"
+        reading = self._pools[Write].submit(self._disk.adopt)
+        reading.add_done_callback(self._adopted)
+        wait([reading], patience_s)
+
+    def _adopted(self, reading: Future[Found]) -> None:
+        with self.changed:
+            ledgers = self.core.ledgers
+            del ledgers.rejected[_READING]
+            try:
+                ledgers.adopt_disk(reading.result())
+            except Exception as error:
+                ledgers.rejected[UNREADABLE_DISK] = str(error)
+                _log.exception("the disk cannot be read")
 
     def ask(self, request: Request) -> object:
         """The answer to a request; raises what refuses it."""
@@ -74,7 +110,7 @@ class Driver:
             action = todo.popleft()
             if isinstance(action, Reply | Refuse):
                 answer = action
-            elif answer is None:
+            elif answer is None and not isinstance(action, Behind):
                 todo.extend(self._decide(self._perform(action)))
             else:
                 self._pools[type(action)].submit(self._work, action)
@@ -118,9 +154,11 @@ class Driver:
 
     def _perform(self, action: Large) -> Event:
         try:
+            if isinstance(action, Behind):
+                return Finished(action, self._result_on_disk(action))
             return Finished(action, self._result(action))
         except (EcckptError, OSError) as error:
-            if not isinstance(action, Allocate):  # which the core may find another way for
+            if not isinstance(action, Allocate | Write):  # which the core has its own words for
                 _log.warning("%s failed: %s", type(action).__name__.lower(), error)
             return Failed(action, error)
         except Exception as error:
@@ -145,6 +183,19 @@ class Driver:
                 return self._network.gather(fetching)
             case Post():
                 self._network.post(action)
+        return None
+
+    def _result_on_disk(self, action: Behind) -> object:
+        assert self._disk is not None
+        match action:
+            case Write():
+                return self._disk.write(action)
+            case Remove():
+                self._disk.remove(action)
+            case Record(run):
+                with self.changed:  # only to look: nobody waits for the disk
+                    notes = self.core.ledgers.of(run).noted.lasting
+                return self._disk.record(run, notes)
         return None
 
 

@@ -2,13 +2,14 @@
 
 The rules of retention all live here. Nothing goes before something newer is committed, except
 what its own writer gave up, and, when the budget leaves no other way, the tail of a timeline that
-a restart has abandoned.
+a restart has abandoned. On disk the same holds by what is on disk everywhere: a commit in memory
+lets nothing go there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from ecckpt.lineage import RollBack, abandoned_by, in_force
 from ecckpt.recovery import Inventory
 
 if TYPE_CHECKING:
+    from ecckpt.tiers.disk import DiskFile
     from ecckpt.tiers.memory import Region
 
 
@@ -28,7 +30,9 @@ class Entry:
     """A home copy or fragment on this node.
 
     ``table`` is None until the file is sealed. ``pins`` counts who works on it; a ``doomed`` entry
-    goes when the last one is done. ``parity`` holds parity fragments of a home while peers pull.
+    goes when the last one is done. ``lent`` keeps it like a pin, but may be taken back: the disk's
+    thread looks again after each piece that it copied. ``parity`` holds parity fragments of a home
+    while peers pull.
     """
 
     header: Header
@@ -36,6 +40,7 @@ class Entry:
     table: np.ndarray | None
     pins: int = 0
     doomed: bool = False
+    lent: bool = False
     parity: Region | None = None
 
     @property
@@ -52,26 +57,48 @@ class Notes:
     committed: Generation | None = None
     restored: Generation | None = None
     roll_backs: tuple[RollBack, ...] = ()
+    stored: tuple[Generation, ...] = ()
+
+    @property
+    def lasting(self) -> Notes:
+        """What of it still means something when all memory is gone."""
+        return replace(self, committed=None)
 
 
 @dataclass(eq=False, slots=True)
 class Ledger:
-    """One run on one node. ``noted`` is what was last written down of it."""
+    """One run on one node. ``noted`` is what was last written down of it, ``recorded`` on disk.
+
+    ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
+    is what is on this node's disk.
+    """
 
     run: str
     fence: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
     roll_backs: tuple[RollBack, ...] = ()
+    stored: tuple[Generation, ...] = ()
     noted: Notes = field(default_factory=Notes)
+    recorded: Notes = field(default_factory=Notes)
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
+    files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
     reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
     rejected: dict[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> Notes:
         """What should be written down of it now."""
-        return Notes(self.fence, self.committed, self.restored, self.roll_backs)
+        return Notes(self.fence, self.committed, self.restored, self.roll_backs, self.stored)
+
+    def believe(self, notes: Notes) -> None:
+        """Take over what an earlier process wrote down, where it knew more."""
+        if self.restored is None or notes.fence > self.fence:
+            self.restored = notes.restored or self.restored
+        self.fence = max(self.fence, notes.fence)
+        self.committed = notes.committed or self.committed
+        self.stored = max(self.stored, notes.stored, key=lambda stored: stored[-1:])
+        self.learn(notes.roll_backs)
 
     def check(self, writer: int) -> None:
         """Raise ``Fenced`` for a writer of an older timeline."""
@@ -98,9 +125,15 @@ class Ledger:
 
     def inventory(self, node: str) -> Inventory:
         """Everything sealed, as recovery sees it."""
-        headers = tuple(entry.header for entry in self._sealed())
         return Inventory(
-            node, headers, self.committed, self.fence, self.roll_backs, dict(self.rejected)
+            node,
+            tuple(entry.header for entry in self._sealed()),
+            tuple(file.header for file in self.files.values()),
+            self.stored,
+            self.committed,
+            self.fence,
+            self.roll_backs,
+            dict(self.rejected),
         )
 
     def commit(self, generation: Generation) -> None:
@@ -117,12 +150,20 @@ class Ledger:
 
         By what was written down: after a kill in between, nothing is missed.
         """
-        committed = self.noted.committed
         return [
             entry
             for (shard, _), entry in self.entries.items()
-            if committed is not None and shard.generation < committed
+            if self.is_outdated(shard.generation, self.noted.committed)
         ]
+
+    def is_outdated(self, generation: Generation, committed: Generation | None) -> bool:
+        """Whether a commit lets it go: of what is older, all but what the run has gone back to.
+
+        That, too, goes with the first commit of the timeline that began there.
+        """
+        if committed is None or generation >= committed:
+            return False
+        return generation != self.restored or committed.timeline >= self.fence
 
     def given_up(self, rank: int, generations: Collection[Generation]) -> list[Entry]:
         """Entries of generations that their own writer abandoned (never of the committed one)."""
@@ -166,6 +207,54 @@ class Ledger:
                 shard.generation != self.committed
                 or abandoned_by(shard.generation, self.roll_backs)
             )
+        ]
+
+    # -- on disk ----------------------------------------------------------------------------------
+
+    def to_store(self, generation: Generation) -> list[Entry]:
+        """What is here of a generation, and not on disk."""
+        return [
+            entry
+            for entry in self._sealed()
+            if entry.header.shard.generation == generation and entry.key not in self.files
+        ]
+
+    def retain(self, generations: tuple[Generation, ...]) -> None:
+        """Take note of what is on disk everywhere, and stays."""
+        if not self.stored or generations[-1] >= self.stored[-1]:
+            self.stored = generations
+
+    def superseded(self) -> list[DiskFile]:
+        """Files older than the newest generation that is on disk everywhere, and not kept.
+
+        By what was written down, and never what the run has gone back to and not yet left.
+        """
+        stored = self.noted.stored
+        return [
+            file
+            for (shard, _), file in self.files.items()
+            if stored
+            and shard.generation not in stored
+            and self.is_outdated(shard.generation, stored[-1])
+        ]
+
+    def discarded(self, generations: Collection[Generation]) -> list[DiskFile]:
+        """Files of generations whose storing was given up."""
+        return self._files_of(lambda generation: generation in generations)
+
+    def attempts(self) -> list[DiskFile]:
+        """Files of older timelines that were never on disk everywhere, and never will be."""
+        if self.restored is None:
+            return []
+        return self._files_of(lambda generation: generation.timeline < self.fence)
+
+    def _files_of(self, may_go: Callable[[Generation], bool]) -> list[DiskFile]:
+        return [
+            file
+            for (shard, _), file in self.files.items()
+            if may_go(shard.generation)
+            and shard.generation not in self.stored
+            and shard.generation != self.restored
         ]
 
     def _sealed(self) -> Iterator[Entry]:

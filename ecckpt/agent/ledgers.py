@@ -9,21 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ecckpt.agent.actions import Action, Discard, Recycle, Remember
+from ecckpt.agent.actions import Action, Discard, Record, Recycle, Remember, Remove
 from ecckpt.agent.ledger import Entry, Ledger
 from ecckpt.errors import NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.generation import Generation, ShardId, check_name
 
 if TYPE_CHECKING:
+    from ecckpt.agent.disk import Found
+    from ecckpt.tiers.disk import DiskFile
     from ecckpt.tiers.memory import Region
 
 
 class Ledgers:
-    """The ledgers by run, and ``rejected``: files that are nobody's, with the reason."""
+    """The ledgers by run, and ``rejected``: files that are nobody's, with the reason.
 
-    def __init__(self, node: str) -> None:
+    ``disk``: whether the node has one.
+    """
+
+    def __init__(self, node: str, *, disk: bool = False) -> None:
         self.node = node
+        self.disk = disk
+        self._lent: list[Entry] = []
         self.rejected: dict[str, str] = {}
         self._runs: dict[str, Ledger] = {}
 
@@ -53,6 +60,11 @@ class Ledgers:
     def note(self, ledger: Ledger, *, answers: bool = False) -> list[Action]:
         """Have written down what changed, if anything did."""
         return [] if ledger.notes == ledger.noted else [Remember(ledger.run, answers)]
+
+    def record(self, ledger: Ledger) -> list[Action]:
+        """Have written down on disk what was noted, if anything of it is new there."""
+        same = ledger.noted.lasting == ledger.recorded
+        return [] if same or not self.disk else [Record(ledger.run)]
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -104,20 +116,69 @@ class Ledgers:
     def unpin(self, entry: Entry) -> list[Action]:
         """Somebody is done with an entry."""
         entry.pins -= 1
-        return self._free(entry) if entry.doomed and not entry.pins else []
+        return self._settled(entry)
+
+    def lend(self, entry: Entry) -> None:
+        """Keep an entry for the disk, until it has it or memory is short."""
+        entry.lent = True
+        self._lent.append(entry)
+
+    def unlend(self, entry: Entry) -> list[Action]:
+        """The disk is done with an entry; nothing if it was taken back before."""
+        if not entry.lent:
+            return []
+        entry.lent = False
+        self._lent.remove(entry)
+        return self._settled(entry)
+
+    def recall(self, run: str | None) -> list[Action]:
+        """Take back what only the disk keeps, of one run or of all."""
+        actions: list[Action] = []
+        for entry in list(self._lent):
+            if entry.doomed and not entry.pins and run in (None, entry.header.shard.run):
+                actions += self.unlend(entry)
+        return actions
+
+    def keep_file(self, file: DiskFile) -> None:
+        """A complete file on disk."""
+        shard = file.header.shard
+        ledger = self.of(shard.run)
+        ledger.fence = max(ledger.fence, shard.generation.timeline)
+        ledger.files[shard, file.header.index] = file
+
+    def adopt_disk(self, found: Found) -> None:
+        """What an earlier process left on disk."""
+        self.rejected.update(found.rejected)
+        for run, notes in found.notes.items():
+            ledger = self.of(run)
+            ledger.believe(notes)
+            ledger.recorded = notes
+        for file in found.files:
+            self.keep_file(file)
+
+    def remove(self, run: str, files: Iterable[DiskFile]) -> list[Action]:
+        """Files on disk that may go."""
+        gone = tuple(files)
+        for file in gone:
+            del self._runs[run].files[file.header.shard, file.header.index]
+        return [Remove(gone)] if gone else []
 
     def adopt(self, entry: Entry) -> list[Action]:
         """A complete file that an earlier process left."""
         shard = entry.header.shard
         ledger = self.of(shard.run)
         ledger.fence = max(ledger.fence, shard.generation.timeline)
-        if ledger.committed is not None and shard.generation < ledger.committed:
+        if ledger.is_outdated(shard.generation, ledger.committed):
             return self._free(entry)
         return self.enter(entry)
 
     def _give_up(self, entry: Entry) -> list[Action]:
         entry.doomed = True
-        return [] if entry.pins else self._free(entry)
+        return self._settled(entry)
+
+    def _settled(self, entry: Entry) -> list[Action]:
+        kept = not entry.doomed or entry.pins or entry.lent
+        return [] if kept else self._free(entry)
 
     def _free(self, entry: Entry) -> list[Action]:
         run = entry.header.shard.run
@@ -135,14 +196,30 @@ class Ledgers:
         return entry
 
     def table(self, shard: ShardId) -> bytes:
-        """The packed checksum table of a shard of which anything sealed is here."""
-        for (found, _), entry in self.look(shard.run).entries.items():
-            if found == shard and entry.table is not None:
-                return pack_table(entry.table)
+        """The packed checksum table of a shard of which anything complete is here."""
+        ledger = self.look(shard.run)
+        kept: list[Entry | DiskFile] = [*ledger.entries.values(), *ledger.files.values()]
+        for each in kept:
+            if each.header.shard == shard and each.table is not None:
+                return pack_table(each.table)
         raise NotHeld(f"node {self.node} has nothing of {shard}")
 
-    def locate(self, shard: ShardId, index: int) -> tuple[Region, int, int]:
-        """Region, offset and length of a fragment, also where it is part of a home copy."""
+    def locate_shard(self, shard: ShardId) -> tuple[Region | DiskFile, int, int]:
+        """Where the safetensors file lies within a home copy, its offset and length."""
+        ledger = self.look(shard.run)
+        entry = ledger.find(shard, HOME)
+        if entry is not None and entry.table is not None:
+            return entry.region, SUPERBLOCK_BYTES, entry.header.shard_bytes
+        file = ledger.files.get((shard, HOME))
+        if file is not None:
+            return file, SUPERBLOCK_BYTES, file.header.shard_bytes
+        raise NotHeld(f"node {self.node} has no home copy of {shard}")
+
+    def locate(self, shard: ShardId, index: int) -> tuple[Region | DiskFile, int, int]:
+        """Where a fragment lies, its offset and length, also where it is part of a home copy.
+
+        In memory if it is there, else on disk.
+        """
         ledger = self.look(shard.run)
         entry = ledger.find(shard, index)
         if entry is not None and entry.table is not None:
@@ -154,6 +231,13 @@ class Ledgers:
                 return home.region, SUPERBLOCK_BYTES + index * size_bytes, size_bytes
             if home.parity is not None and index < home.header.n:
                 return home.parity, SUPERBLOCK_BYTES + (index - k) * size_bytes, size_bytes
+        file = ledger.files.get((shard, index))
+        if file is not None:
+            return file, SUPERBLOCK_BYTES, file.header.fragment_bytes
+        file = ledger.files.get((shard, HOME))
+        if file is not None and 0 <= index < file.header.k:
+            size_bytes = file.header.fragment_bytes
+            return file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes
         raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
 
 

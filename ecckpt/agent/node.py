@@ -10,30 +10,52 @@ from typing import Any, cast
 
 from ecckpt import wire
 from ecckpt.agent.core import Core
+from ecckpt.agent.disk import Disk
 from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
 from ecckpt.errors import AgentMismatch
-from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
+from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
-from ecckpt.recovery import Inventory
+from ecckpt.recovery import UNREADABLE_DISK, Inventory
 
 _WAIT_LIMIT_S = 30.0
+_PATIENCE_S = 5.0  # for reading what is on disk, at a start
 
 
 class Agent:
-    """Owns the checkpoint memory under ``root``; adopts what it finds there.
+    """Owns the checkpoint memory under ``root``, and the folder ``disk``; adopts what is there.
 
     Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
+    ``disk_problem`` says why the disk that it should have cannot be used.
     """
 
-    def __init__(self, root: Path, *, node: str, domain: str, address: str, token: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        node: str,
+        domain: str,
+        address: str,
+        token: str,
+        disk: Path | None = None,
+        disk_problem: str = "",
+    ) -> None:
         self.shelf = Shelf(root, node=node)
-        budget_bytes = self.shelf.tier.default_budget_bytes()
-        self.core = Core(node=node, address=address, budget_bytes=budget_bytes)
+        self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self.core = Core(
+            node=node,
+            address=address,
+            budget_bytes=self.shelf.tier.default_budget_bytes(),
+            disk=disk is not None,
+            disk_problem=disk_problem,
+        )
         self.shelf.adopt(self.core.ledgers)
-        self._driver = Driver(self.core, self.shelf, Network(token))
+        if disk_problem:
+            self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
+        self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
+        self._driver.adopt(patience_s=_PATIENCE_S)
         self._changed = self._driver.changed
         self.info = wire.NodeInfo(
             node=node,
@@ -80,6 +102,14 @@ class Agent:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
 
+    def store(self, message: wire.Store) -> wire.Stored:
+        """Write a generation to disk, behind all else, or tell how far that is."""
+        return cast(wire.Stored, self._driver.ask(message))
+
+    def retain(self, message: wire.Retain) -> wire.Done:
+        """Let older generations go from disk."""
+        return cast(wire.Done, self._driver.ask(message))
+
     # -- requests that only look ------------------------------------------------------------------
 
     def watch(self, message: wire.Watch) -> wire.Progress:
@@ -113,30 +143,34 @@ class Agent:
     def locate(self, shard: ShardId, index: int) -> tuple[Path, int, int]:
         """File, offset and length of a fragment's payload, also where it is part of a home copy."""
         with self._changed:
-            region, offset, size_bytes = self.core.ledgers.locate(shard, index)
-        return region.path, offset, size_bytes
+            where, offset, size_bytes = self.core.ledgers.locate(shard, index)
+        return where.path, offset, size_bytes
 
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:
         """File, offset and length of the safetensors file within a home copy."""
         with self._changed:
-            entry = self.core.home(shard)
-        return entry.region.path, SUPERBLOCK_BYTES, entry.header.shard_bytes
+            where, offset, size_bytes = self.core.ledgers.locate_shard(shard)
+        return where.path, offset, size_bytes
 
     def status(self) -> dict[str, Any]:
         """What people and tools want to know, as plain JSON values."""
         with self._changed:
             runs = self.core.ledgers.runs()
+            problem = self.core.ledgers.rejected.get(UNREADABLE_DISK, "")
         return {
             "node": self.info.node,
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
+            "disk": {"folder": str(self._disk.folder) if self._disk else "", "problem": problem},
             "runs": {run: self._run_status(run) for run in runs},
         }
 
     def _run_status(self, run: str) -> dict[str, Any]:
         inventory = self.inventory(run)
         homes = [header for header in inventory.headers if header.index == HOME]
+        with self._changed:
+            storing = self.core.storekeeper.stored(run)
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
@@ -144,6 +178,11 @@ class Agent:
             "fragments": len(inventory.headers) - len(homes),
             "generations": sorted({str(header.shard.generation) for header in inventory.headers}),
             "used_bytes": self.shelf.tier.used_bytes(run),
+            "stored": [str(generation) for generation in inventory.stored],
+            "disk_files": len(inventory.disk),
+            "disk_bytes": sum(header.file_bytes for header in inventory.disk),
+            "disk_waiting_bytes": storing.waiting_bytes,
+            "disk_problems": list(storing.problems),
             "rejected": dict(inventory.rejected),
         }
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import msgpack
 
 from ecckpt.agent.actions import Allocate, Discard, Recycle
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
+from ecckpt.agent.notes import pack_notes, unpack_notes
 from ecckpt.errors import CorruptFragment, InvalidMessage
-from ecckpt.fragment import SUPERBLOCK_BYTES, crc32c, parse_superblock, parse_table
-from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack
+from ecckpt.fragment import SUPERBLOCK_BYTES, parse_superblock, parse_table
 from ecckpt.tiers.memory import MemoryTier, Region
 
 _log = logging.getLogger(__name__)
 
-_STATE_LIMIT_BYTES = 16 << 10  # 64 roll-backs of 80 bytes, and some more
+_STATE_LIMIT_BYTES = 1 << 20  # roll-backs, and all generations that stay on disk
 
 
 class Shelf:
@@ -50,16 +46,9 @@ class Shelf:
 
     def remember(self, run: str, notes: Notes) -> Notes:
         """Write down what must outlive the process; returns it. ``OSError`` if that failed."""
-        fields = {
-            "fence": notes.fence,
-            "committed": str(notes.committed or ""),
-            "restored": str(notes.restored or ""),
-            "roll_backs": [[each.timeline, str(each.target)] for each in notes.roll_backs],
-        }
-        body = msgpack.packb(fields)
         path = self._states / f"{run}.state"
         draft = path.with_suffix(".draft")
-        draft.write_bytes(crc32c(body).to_bytes(4, "little") + body)
+        draft.write_bytes(pack_notes(notes))
         draft.replace(path)
         return notes
 
@@ -69,40 +58,34 @@ class Shelf:
         """Enter what is found here into the ledgers.
 
         What cannot be adopted is left where it is and named in ``rejected``, never deleted, never
-        fatal.
+        fatal. Only notes that the system does not let us read now are an ``OSError``: without the
+        fence that is on file older writers would be let in, and the file would be written anew.
         """
 
-        def guarded(path: Path, adopt: Callable[[Path, Ledgers], None]) -> None:
+        def guarded(
+            path: Path, adopt: Callable[[Path, Ledgers], None], fatal: tuple[type[Exception], ...]
+        ) -> None:
             try:
                 if not path.is_file():
                     raise InvalidMessage(f"{path.name} is no regular file")
                 adopt(path, ledgers)
+            except fatal:
+                raise
             except Exception as error:
                 ledgers.rejected[path.name] = str(error)
                 _log.warning("not adopted: %s: %s", path, error)
 
         for path in sorted(self._states.glob("*.state")):
-            guarded(path, self._adopt_state)
+            guarded(path, self._adopt_state, (OSError,))
         for path in self.tier.found():
-            guarded(path, self._adopt_region)
+            guarded(path, self._adopt_region, ())
 
     def _adopt_state(self, path: Path, ledgers: Ledgers) -> None:
         with path.open("rb") as file:
-            raw = file.read(_STATE_LIMIT_BYTES)
-        if int.from_bytes(raw[:4], "little") != crc32c(raw[4:]):
-            raise CorruptFragment(f"{path}: run state fails its CRC32C")
-        fields: dict[str, Any] = msgpack.unpackb(raw[4:])
+            notes = unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
         ledger = ledgers.of(path.stem)
-        if type(fields.get("fence")) is not int:
-            raise InvalidMessage(f"{path}: no fence in it")
-        ledger.fence = fields["fence"]
-        ledger.committed = Generation.parse(fields["committed"]) if fields["committed"] else None
-        ledger.restored = Generation.parse(fields["restored"]) if fields["restored"] else None
-        ledger.learn(
-            RollBack(int(timeline), Generation.parse(target))
-            for timeline, target in fields.get("roll_backs", ())
-        )
-        ledger.noted = ledger.notes
+        ledger.believe(notes)
+        ledger.noted = notes
 
     def _adopt_region(self, path: Path, ledgers: Ledgers) -> None:
         with path.open("rb") as file:

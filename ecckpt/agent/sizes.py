@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
 
 
@@ -16,6 +18,11 @@ def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:
     Two generations of home copies and of as many peers' fragments as it sends out, and the parity
     of the save in progress.
     """
-    fragments_bytes = holders * header.at(0).file_bytes
-    home_bytes = header.at(HOME).file_bytes
-    return local_ranks * (2 * home_bytes + parity_region_bytes(header) + 2 * fragments_bytes)
+    fragments_bytes = holders * _whole_pages(header.at(0).file_bytes)
+    home_bytes = _whole_pages(header.at(HOME).file_bytes)
+    parity_bytes = _whole_pages(parity_region_bytes(header))
+    return local_ranks * (2 * home_bytes + parity_bytes + 2 * fragments_bytes)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ecckpt.errors import StateMismatch, UnsupportedState
+from ecckpt.state.filling import Fills
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.sharding import Shardings, is_dtensor
 from ecckpt.state.stored import StoredTensor, fresh_tensor, replace_tensors, stored_name
-from ecckpt.state.tensors import collapse, fill, memory_key, part_of, same_bytes
+from ecckpt.state.tensors import collapse, memory_key, part_of, same_bytes
 
 Find = Callable[[StoredTensor, Path], torch.Tensor | None]
 
@@ -39,6 +40,7 @@ class Fit:
         self.problems: list[str] = []
         self.likes: dict[str, torch.Tensor] = {}
         self.shardings = Shardings()
+        self._fills = Fills()
         self._steps: list[tuple[Phase, Callable[[], object]]] = []
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
 
@@ -58,6 +60,7 @@ class Fit:
     def run(self) -> None:
         """Restore."""
         self.require()
+        self._fills.run()
         for _, step in sorted(self._steps, key=lambda step: step[0]):
             step()
 
@@ -94,7 +97,7 @@ class Fit:
             known_path, known = self._filled.setdefault(memory_key(part), (path, stored))
             if known.data is not stored.data and memory_key(part) is not None:
                 self._tied(known_path, known, stored, path)
-            self.later(Phase.TREE, lambda: fill(part.local, stored.data))
+            self._fills.add(part.local, stored.data)
 
     def same_form(
         self, live: torch.Tensor, local: torch.Tensor, stored: StoredTensor, path: Path

@@ -13,26 +13,25 @@ import os
 import secrets
 import stat
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import InvalidConfig, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.mapping import fault_in, map_file
+from ecckpt.tiers.accounts import Accounts
+from ecckpt.tiers.hugepages import HugePages
 
-_MADV_POPULATE_WRITE = 23
-_FAULT_BYTES = 16 << 20
-_SLACK = 1.25
+_ZEROS = bytes(1 << 20)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Region:
     """One file of the tier, mapped for as long as the object lives."""
 
     path: Path
     size_bytes: int
-    map: mmap.mmap
     view: memoryview = field(repr=False)
 
     @property
@@ -42,19 +41,14 @@ class Region:
 
 
 class MemoryTier:
-    """All regions of one agent, by run.
-
-    Thread-safe. Regions in use and regions kept for recycling both count toward their run's
-    budget, so what a run occupies is bounded by its budget at every moment.
-    """
+    """All regions of one agent, by run, within budgets (accounts.py). Thread-safe."""
 
     def __init__(self, root: Path, *, node: str) -> None:
-        self._node = node
         self._folder = root / "regions"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._used_bytes: dict[str, int] = defaultdict(int)
-        self._spare: dict[str, list[Region]] = defaultdict(list)
+        self._accounts: Accounts[Region] = Accounts(node)
+        self._huge_pages = HugePages()
 
     def default_budget_bytes(self) -> int:
         """Half of the tmpfs: what a run may use unless told otherwise."""
@@ -64,7 +58,7 @@ class MemoryTier:
     def used_bytes(self, run: str) -> int:
         """Bytes of the run's regions, spare ones included."""
         with self._lock:
-            return self._used_bytes[run]
+            return self._accounts.used_bytes(run)
 
     def allocate(self, run: str, size_bytes: int, *, budget_bytes: int, what: str) -> Region:
         """A region of at least that size whose superblock is void; its other bytes are garbage.
@@ -73,32 +67,30 @@ class MemoryTier:
         the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
         as before.
         """
-        size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size_bytes = whole_pages(size_bytes)
         with self._lock:
-            region = self._take_spare(run, size_bytes)
-            if region is None:
-                self._make_room(run, size_bytes, budget_bytes, what)
-                self._used_bytes[run] += size_bytes
-        if region is None:
-            try:
-                region = self._create_at_any_price(size_bytes)
-            except BaseException:
-                with self._lock:
-                    self._used_bytes[run] -= size_bytes
-                raise
-        return region
+            region = self._accounts.take(run, size_bytes)
+            if region is not None:
+                return region
+            self._make_room(run, size_bytes, budget_bytes, what)
+        try:
+            return self._create_at_any_price(size_bytes)
+        except BaseException:
+            with self._lock:
+                self._accounts.release(run, size_bytes)
+            raise
 
     def recycle(self, run: str, region: Region) -> None:
         """Give a region up for the next taker. Nobody may write to it any more."""
         void(region)
         with self._lock:
-            self._spare[run].append(region)
+            self._accounts.keep(run, region)
 
     def discard(self, run: str, region: Region) -> None:
         """Give a region up for good: somebody may still have it mapped and write to it."""
         region.path.unlink(missing_ok=True)
         with self._lock:
-            self._used_bytes[run] -= region.size_bytes
+            self._accounts.release(run, region.size_bytes)
 
     def found(self) -> Iterator[Path]:
         """Region files that lie in the tier's folder, known or not."""
@@ -107,33 +99,15 @@ class MemoryTier:
     def adopt(self, run: str, path: Path) -> Region:
         """Take over a region that an earlier agent left."""
         region = _map(path, path.stat().st_size)
+        self._huge_pages.want(region)
         with self._lock:
-            self._used_bytes[run] += region.size_bytes
-        return region
-
-    def _take_spare(self, run: str, size_bytes: int) -> Region | None:
-        spare = self._spare[run]
-        limit_bytes = size_bytes * _SLACK + (1 << 20)
-        fitting = [region for region in spare if size_bytes <= region.size_bytes <= limit_bytes]
-        if not fitting:
-            return None
-        region = min(fitting, key=lambda each: each.size_bytes)
-        spare.remove(region)
+            self._accounts.adopt(run, region)
         return region
 
     def _make_room(self, run: str, size_bytes: int, budget_bytes: int, what: str) -> None:
-        spare = self._spare[run]
-        spare_bytes = sum(region.size_bytes for region in spare)
-        used_bytes = self._used_bytes[run]
-        if used_bytes - spare_bytes + size_bytes > budget_bytes:
-            need_bytes = used_bytes - spare_bytes + size_bytes
-            raise MemoryBudgetTooSmall(
-                self._node, need_bytes=need_bytes, have_bytes=budget_bytes, what=what
-            )
-        while self._used_bytes[run] + size_bytes > budget_bytes:
-            region = spare.pop(0)
-            region.path.unlink(missing_ok=True)
-            self._used_bytes[run] -= region.size_bytes
+        """Count a new region in. What is freed for it is unmapped, and so free, on return."""
+        for freed in self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=what):
+            freed.path.unlink(missing_ok=True)
 
     def _create_at_any_price(self, size_bytes: int) -> Region:
         """A new region; where the tmpfs is full of spare ones, of any run, they go first."""
@@ -147,11 +121,14 @@ class MemoryTier:
     def _drop_spares(self) -> int:
         """Give all spare regions back; returns how many. Unmapped, and so free, on return."""
         with self._lock:
-            spares = [(run, spare) for run, kept in self._spare.items() for spare in kept]
-            self._spare.clear()
-        for run, spare in spares:
-            self.discard(run, spare)
-        return len(spares)
+            spares = self._accounts.spares()
+        count = len(spares)
+        while spares:
+            _, region = spares.pop()
+            region.path.unlink(missing_ok=True)
+            del region
+        self._huge_pages.let_go()
+        return count
 
     def _free_bytes(self) -> int:
         size = os.statvfs(self._folder)
@@ -175,9 +152,19 @@ class MemoryTier:
             ) from error
         finally:
             os.close(descriptor)
-        region = _map(path, size_bytes)
+        try:
+            region = _map(path, size_bytes)
+        except OSError:
+            path.unlink()  # nobody would find it before the next start
+            raise
         _fault_in(region)
+        self._huge_pages.want(region)
         return region
+
+
+def whole_pages(size_bytes: int) -> int:
+    """What a region of that many bytes occupies."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def private_folder(path: Path) -> Path:
@@ -203,15 +190,13 @@ def void(region: Region) -> None:
 
 def _map(path: Path, size_bytes: int) -> Region:
     with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), size_bytes)
-    return Region(path, size_bytes, mapped, memoryview(mapped))
+        return Region(path, size_bytes, map_file(file.fileno(), size_bytes))
 
 
 def _fault_in(region: Region) -> None:
-    # In steps: Python lets no other thread run during one, and the agent has requests to answer.
-    for start in range(0, region.size_bytes, _FAULT_BYTES):
-        stop = min(start + _FAULT_BYTES, region.size_bytes)
-        try:
-            region.map.madvise(_MADV_POPULATE_WRITE, start, stop - start)
-        except OSError:  # before Linux 5.14: writing does the same, slower
-            region.view[start:stop] = bytes(stop - start)
+    try:
+        fault_in(region.view)
+    except OSError:  # before Linux 5.14: writing does the same, slower
+        for start in range(0, region.size_bytes, len(_ZEROS)):
+            stop = min(start + len(_ZEROS), region.size_bytes)
+            region.view[start:stop] = _ZEROS[: stop - start]

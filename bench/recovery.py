@@ -1,0 +1,180 @@
+"""Protecting and restoring, against only pulling the same bytes: ``python -m bench.recovery``.
+
+One rank with 256 MiB of CPU tensors on 11 real agents of this machine, RS(8, 2). In each round:
+
+- a save, until all ten fragments are verified at their holders; ten processes that only pull as
+  many bytes from the same agent through the same transport; three that each pull the whole shard,
+  as keeping whole copies for the same safety would;
+- a restore after the rank's process died, against one memcpy of the shard;
+- three nodes lost, the rank's own among them, and a restore on a new node, against a process there
+  that only pulls the shard's bytes from the eight nodes that have data fragments.
+
+Ratios are medians over the rounds of times in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+import ecckpt
+from bench.pulling import Pull, Pullers
+from bench.save import STATE_BYTES, gpt_state
+from ecckpt.codec import Codec
+from ecckpt.fragment import HOME
+from ecckpt.testing import LocalCluster
+
+K, M = 8, 2
+NODES = K + M + 1
+HOLDERS = K + M
+COPIES = M + 1  # whole copies on other nodes that survive any three losses together with the home
+RUN = "bench"
+
+Seconds = dict[str, float]
+
+
+def checkpointer(cluster: LocalCluster, node: str) -> ecckpt.Checkpointer:
+    """A rank on that node, in a run over all nodes."""
+    return ecckpt.Checkpointer(
+        RUN, code=(K, M), root=cluster.root(node), agents=cluster.addresses()
+    )
+
+
+def plain_pulls(cluster: LocalCluster, node: str) -> tuple[list[list[Pull]], list[list[Pull]]]:
+    """What ten holders, and three keepers of whole copies, pull from the shard's home."""
+    agent = cluster.client(node)
+    address = agent.node().address
+    header = next(h for h in agent.inventory(RUN).headers if h.index == HOME)
+    # Parity is gone once it is held: data in its place, which is as long.
+    one = [Pull(address, header.shard, i % K, header.fragment_bytes) for i in range(HOLDERS)]
+    return [[pull] for pull in one], [one[:K]] * COPIES
+
+
+def plain_restore(cluster: LocalCluster) -> list[list[Pull]]:
+    """The shard's bytes from where its fragments are: as many of them as it has data fragments."""
+    found: dict[int, Pull] = {}
+    for node in cluster.nodes:
+        agent = cluster.client(node)
+        address = agent.node().address
+        for header in agent.inventory(RUN).headers:
+            if header.index != HOME:
+                pull = Pull(address, header.shard, header.index, header.fragment_bytes)
+                found[header.index] = pull
+    return [[found[index] for index in sorted(found)[:K]]]
+
+
+def memcpy_s(source: np.ndarray, target: np.ndarray) -> float:
+    """Seconds of one call."""
+    started_s = time.perf_counter()
+    ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
+    return time.perf_counter() - started_s
+
+
+def protect(
+    cluster: LocalCluster, home: str, step: int, state: Mapping[str, object], pullers: Pullers
+) -> Seconds:
+    """One save, and the plain pulls of as many bytes."""
+    with checkpointer(cluster, home) as ckpt:
+        ckpt.restore(state)
+        for each in range(2):  # the second one finds every slot made and mapped
+            handle = ckpt.save(step + each, state)
+            handle.wait(120)
+        if handle.held != HOLDERS:
+            raise RuntimeError(f"{handle.held} of {HOLDERS} fragments held: {handle.problems}")
+    fragments, copies = plain_pulls(cluster, home)
+    return {
+        "protect": handle.protected_s,
+        "encode": handle.encode_s,
+        "pull fragments": pullers.seconds(fragments),
+        "pull copies": pullers.seconds(copies),
+    }
+
+
+def restore(cluster: LocalCluster, node: str, state: Mapping[str, object], source: str) -> float:
+    """Seconds of ``restore()`` in a new Checkpointer, and nothing else."""
+    with checkpointer(cluster, node) as ckpt:
+        restored = ckpt.restore(state, resume="required")
+        assert restored is not None
+        restored.reprotection.wait(120)
+    if restored.source != source:
+        raise RuntimeError(f"restored from {restored.source}, not from {source}")
+    return restored.seconds
+
+
+def lose_three(cluster: LocalCluster, home: str) -> str:
+    """End the home and the two next nodes, put empty ones there; the new home's name."""
+    at = cluster.nodes.index(home)
+    victims = [cluster.nodes[(at + each) % NODES] for each in range(COPIES)]
+    cluster.kill(*victims)
+    return cluster.replace(*victims)[0]
+
+
+def measure(rounds: int, state_bytes: int) -> dict[str, list[float]]:
+    """Seconds of everything, by round."""
+    state = gpt_state(state_bytes)
+    expected = {kind: {n: t.clone() for n, t in each.items()} for kind, each in state.items()}
+    source, target = np.ones(state_bytes, np.uint8), np.ones(state_bytes, np.uint8)
+    room_bytes = state_bytes + (1 << 20)
+    found: dict[str, list[float]] = defaultdict(list)
+    with LocalCluster(nodes=NODES) as cluster, Pullers(HOLDERS, room_bytes=room_bytes) as pullers:
+        home = cluster.nodes[0]
+        for turn in range(rounds + 1):
+            seconds = protect(cluster, home, 2 * turn, state, pullers)
+            seconds["restore, process died"] = restore(cluster, home, state, "home")
+            seconds["memcpy"] = min(memcpy_s(source, target) for _ in range(3))
+            home = lose_three(cluster, home)
+            seconds["pull shard"] = pullers.seconds(plain_restore(cluster))
+            seconds["restore, 3 nodes lost"] = restore(cluster, home, state, "peers")
+            for kind, each in expected.items():
+                assert all(torch.equal(state[kind][name], tensor) for name, tensor in each.items())
+            for name, value in seconds.items() if turn else ():  # the first round warms up
+                found[name].append(value)
+    return found
+
+
+GOALS = (
+    ("protect", "pull fragments", 1.3),
+    ("protect", "pull copies", None),
+    ("restore, process died", "memcpy", 1.2),
+    ("restore, 3 nodes lost", "pull shard", 1.25),
+)
+
+
+def ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians over the rounds."""
+    return {
+        f"{case} / {base}": statistics.median(
+            a / b for a, b in zip(found[case], found[base], strict=True)
+        )
+        for case, base, _ in GOALS
+    }
+
+
+def main() -> None:
+    """Print medians, and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.recovery")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=STATE_BYTES >> 20)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure(arguments.rounds, arguments.mib << 20)
+    row: dict[str, float | str] = {name: statistics.median(each) for name, each in found.items()}
+    for name, seconds in row.items():
+        print(f"{name:42} {1000 * seconds:9.1f} ms")
+    times = ratios(found)
+    for (case, base, most), value in zip(GOALS, times.values(), strict=True):
+        verdict = "" if most is None else f"at most {most}{'  missed' if value > most else ''}"
+        print(f"{f'{case} / {base}':42} {value:9.2f}    {verdict}")
+    print(json.dumps({"mib": arguments.mib, "engine": Codec(K, M).engine, **row, **times}))
+
+
+if __name__ == "__main__":
+    main()

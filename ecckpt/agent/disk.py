@@ -1,0 +1,129 @@
+"""This node's files on disk, and what is written down there of each run; found again at a start.
+
+Everything here may wait for a disk: only the disk's own thread calls it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ecckpt.agent.actions import Remove, Write
+from ecckpt.agent.ledger import Entry, Notes
+from ecckpt.agent.notes import pack_notes, unpack_notes
+from ecckpt.errors import InvalidMessage, NotHeld
+from ecckpt.fragment import SUPERBLOCK_BYTES
+from ecckpt.generation import check_name
+from ecckpt.tiers.disk import DiskFile, DiskTier, write_small
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 1 << 20
+_NICE = 10
+_STATE_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an earlier process left: notes by run, files, and what is neither, with the reason."""
+
+    notes: dict[str, Notes] = field(default_factory=dict)
+    files: list[DiskFile] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+class Disk:
+    """Files under ``folder``, which is this node's own."""
+
+    def __init__(self, folder: Path, *, node: str) -> None:
+        self.folder = folder
+        self._node = node
+        self._tier: DiskTier | None = None
+
+    @property
+    def tier(self) -> DiskTier:
+        """The tier, which ``adopt`` makes; ``OSError`` if it could not."""
+        if self._tier is None:
+            raise OSError(errno.EIO, f"{self.folder} could not be read when the agent started")
+        return self._tier
+
+    def adopt(self) -> Found:
+        """Find what is here. What cannot be read is left where it is and named, never deleted."""
+        self._tier = DiskTier(self.folder, node=self._node)
+        (self.folder / "runs").mkdir(mode=0o700, exist_ok=True)
+        found = Found()
+        for path in sorted((self.folder / "runs").glob("*.state")):
+            with _guarded(found, path):
+                _check_regular(path)
+                found.notes[check_name("run", path.stem)] = _read_notes(path)
+        for path in self._tier.found():
+            with _guarded(found, path):
+                _check_regular(path)
+                adopted = self._tier.adopt(path)
+                check_name("run", adopted.header.shard.run)
+                found.files.append(adopted)
+        return found
+
+    def write(self, action: Write) -> DiskFile:
+        """Write a lent entry; ``NotHeld`` if it is taken back meanwhile."""
+        entry = action.entry
+        assert entry.table is not None
+        budget_bytes = action.storing.message.disk_bytes or self.tier.default_budget_bytes()
+        return self.tier.write(entry.header, _pieces(entry), entry.table, budget_bytes=budget_bytes)
+
+    def remove(self, action: Remove) -> None:
+        """Remove files; one that cannot be removed is met again at the next start."""
+        for file in action.files:
+            try:
+                self.tier.discard(file)
+            except OSError as error:
+                _log.warning("could not remove %s: %s", file.path, error)
+
+    def record(self, run: str, notes: Notes) -> Notes:
+        """Write down what must outlive the memory; returns it."""
+        write_small(self.folder / "runs" / f"{run}.state", pack_notes(notes))
+        return notes
+
+
+def calm() -> None:
+    """Make the calling thread one that lets others go first, on the processor and on the disk."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _pieces(entry: Entry) -> Iterator[memoryview]:
+    """The payload, copied piece by piece: at no time does the disk hold the memory itself."""
+    header = entry.header
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    for start in range(0, header.payload_bytes, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, header.payload_bytes - start)
+        offset = SUPERBLOCK_BYTES + start
+        buffer[:length] = entry.region.view[offset : offset + length]
+        if not entry.lent:  # looked at after copying: what was copied may be another file's
+            raise NotHeld("memory was needed for a newer save")
+        yield buffer[:length]
+
+
+def _check_regular(path: Path) -> None:
+    if not path.is_file():
+        raise InvalidMessage(f"{path.name} is no regular file")
+
+
+def _read_notes(path: Path) -> Notes:
+    with path.open("rb") as file:
+        return unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
+
+
+@contextmanager
+def _guarded(found: Found, path: Path) -> Iterator[None]:
+    """What cannot be adopted is left where it is and named, never deleted, never fatal."""
+    try:
+        yield
+    except Exception as error:
+        found.rejected[f"disk/{path.name}"] = str(error)
+        _log.warning("not adopted: %s: %s", path, error)

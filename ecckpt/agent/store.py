@@ -1,0 +1,125 @@
+"""What goes from memory to this node's disk: one generation of a run at a time, file by file.
+
+Entries are lent to the disk, not pinned: if a newer save needs the memory first, they are taken
+back, and what is not on disk then is said. The disk is never waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ecckpt import wire
+from ecckpt.agent.actions import Action, Reply, Storing, Warn, Write
+from ecckpt.agent.ledger import Ledger
+from ecckpt.agent.ledgers import Ledgers
+from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
+
+if TYPE_CHECKING:
+    from ecckpt.tiers.disk import DiskFile
+
+_PROBLEMS = 8
+
+
+class Storekeeper:
+    """What is being stored, by run. ``problem`` says why the disk cannot be used, if it cannot."""
+
+    def __init__(self, ledgers: Ledgers, *, problem: str) -> None:
+        self._ledgers = ledgers
+        self._problem = problem
+        self._storing: dict[str, Storing] = {}
+
+    def asked(self, message: wire.Store | wire.Retain) -> list[Action]:
+        """What a request leads to."""
+        return self._store(message) if isinstance(message, wire.Store) else self._retain(message)
+
+    def _store(self, message: wire.Store) -> list[Action]:
+        """Begin to store a generation, or tell how far it is."""
+        ledger = self._ledgers.of(message.run)
+        ledger.check(message.generation.timeline)
+        if not self._ledgers.disk:
+            return [Reply(wire.Stored(False, (), 0, ()))]
+        actions: list[Action] = []
+        storing = self._storing.get(message.run)
+        if storing is None or storing.message.generation != message.generation:
+            actions = self._begin(ledger, message)
+        return [Reply(self.stored(message.run)), *actions]
+
+    def stored(self, run: str) -> wire.Stored:
+        """How far the generation is that was last to be stored."""
+        storing = self._storing.get(run)
+        if storing is None:
+            return wire.Stored(self._ledgers.disk, (), 0, ())
+        generation = storing.message.generation
+        pieces = tuple(
+            wire.Piece(shard.rank, index)
+            for shard, index in self._ledgers.look(run).files
+            if shard.generation == generation
+        )
+        left = list(storing.waiting)
+        left += [storing.writing] if storing.writing else []
+        waiting_bytes = sum(entry.header.file_bytes for entry in left)
+        return wire.Stored(True, pieces, waiting_bytes, tuple(storing.problems))
+
+    def _retain(self, message: wire.Retain) -> list[Action]:
+        """Note what is on disk everywhere; what is older and not kept goes when that is noted."""
+        ledger = self._ledgers.of(message.run)
+        ledger.check(message.writer)
+        if list(message.generations) != sorted(set(message.generations)) or not message.generations:
+            raise InvalidMessage(f"{len(message.generations)} generations, not oldest first")
+        ledger.retain(message.generations)
+        noted = self._ledgers.note(ledger, answers=True)
+        return noted or [
+            Reply(wire.Done()),
+            *self._ledgers.remove(message.run, ledger.superseded()),
+        ]
+
+    def written(self, write: Write, file: DiskFile) -> list[Action]:
+        """A file is on disk."""
+        self._ledgers.keep_file(file)
+        return self._end(write)
+
+    def failed(self, write: Write, error: Exception) -> list[Action]:
+        """A file could not be written."""
+        run, storing = write.entry.header.shard.run, write.storing
+        if not write.again and isinstance(error, DiskBudgetTooSmall | DiskFull):
+            attempts = self._ledgers.remove(run, self._ledgers.of(run).attempts())
+            if attempts:
+                return [*attempts, Write(storing, write.entry, again=True)]
+        warned = [] if storing.problems else [Warn(f"storing {write.entry.header.shard}: {error}")]
+        self._note(storing, str(error))
+        return [*warned, *self._end(write)]
+
+    def _begin(self, ledger: Ledger, message: wire.Store) -> list[Action]:
+        actions: list[Action] = []
+        older = self._storing.get(ledger.run)
+        while older is not None and older.waiting:  # what is being written is finished
+            actions += self._ledgers.unlend(older.waiting.popleft())
+        actions += self._ledgers.remove(ledger.run, ledger.discarded(set(message.discard)))
+        storing = Storing(message, deque())
+        self._storing[ledger.run] = storing
+        if self._problem:
+            self._note(storing, self._problem)
+            return actions
+        storing.waiting.extend(ledger.to_store(message.generation))
+        for entry in storing.waiting:
+            self._ledgers.lend(entry)
+        return actions + self._next(storing)
+
+    def _next(self, storing: Storing) -> list[Action]:
+        while storing.waiting:
+            storing.writing = storing.waiting.popleft()
+            if storing.writing.lent:
+                return [Write(storing, storing.writing)]
+            self._note(storing, "memory was needed for a newer save")
+        storing.writing = None
+        return []
+
+    def _end(self, write: Write) -> list[Action]:
+        storing = write.storing
+        storing.writing = None
+        return [*self._ledgers.unlend(write.entry), *self._next(storing)]
+
+    def _note(self, storing: Storing, problem: str) -> None:
+        if len(storing.problems) < _PROBLEMS and problem not in storing.problems:
+            storing.problems.append(problem)

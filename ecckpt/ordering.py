@@ -1,0 +1,56 @@
+"""From a recovery plan to what one rank has to do: the decisions of a restore. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ecckpt import wire
+from ecckpt.fragment import HOME, Header
+from ecckpt.placement import Placement, plan_repair
+from ecckpt.recovery import RecoveryPlan, ShardReport
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a shard comes to a home: ``local`` if it is there, else from these sources.
+
+    ``repair`` are the fragments to make again afterwards.
+    """
+
+    header: Header
+    local: bool
+    sources: tuple[wire.Sources, ...]
+    repair: tuple[wire.Target, ...]
+
+
+def next_timeline(found: RecoveryPlan, after: int) -> int:
+    """The timeline of a restore: above all that were found.
+
+    And above ``after``, the one that this session has had: where all agents forgot, its saves are
+    still counted in the store, and a save of the same name would be taken for one of them.
+    """
+    return max(found.newest_timeline, after) + 1
+
+
+def way_home(
+    shard: ShardReport, home: str, placement: Placement, address: Mapping[str, str]
+) -> Way:
+    """How a shard that is not lost comes to its rank's node; ``address`` is each node's."""
+    assert shard.header is not None
+    header = shard.header.at(HOME)
+    sources = []
+    for index in range(header.n):
+        copies = shard.homes if index < header.k else ()
+        nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
+        if nodes:
+            sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
+    missing = plan_repair(
+        home=home,
+        indices=header.n if placement.code.holders else 0,
+        present=shard.fragments,
+        holders=placement.holders[home],
+        nodes=placement.holders,
+    )
+    targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
+    return Way(replace(header, home=home), home in shard.homes, tuple(sources), tuple(targets))

@@ -1,0 +1,24 @@
+"""A sample of the points at which an agent's life is cut short or disturbed."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from chaos.crashing import run
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+
+
+def test_some_points() -> None:
+    reached = run(every=48)
+    assert reached["KILL at a call"] >= 4
+    assert reached["KILL at a line"] >= 30
+    assert reached["an error"] >= 1
+
+
+@pytest.mark.long
+def test_at_least_200_points() -> None:
+    reached = run(every=9)
+    assert reached["KILL at a call"] + reached["KILL at a line"] >= 200
+    assert reached["an error"] >= 5

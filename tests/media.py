@@ -1,0 +1,48 @@
+"""Small file systems of their own, for tests that fill them up: mounted, and always unmounted."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+def _try(*command: str) -> None:
+    """Run it, or skip the test by name."""
+    if os.geteuid() != 0:
+        pytest.skip(f"{command[0]} needs root")
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=30)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {command[0]} here")
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)} does not work here: {done.stderr.decode().strip()}")
+
+
+@contextmanager
+def small_tmpfs(folder: Path, size: str = "16m") -> Iterator[Path]:
+    """A tmpfs of its own."""
+    _try("mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "ecckpt-test", str(folder))
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def small_ext4(folder: Path, mib: int = 16) -> Iterator[Path]:
+    """A real file system on a real (loop) device: fsync, ENOSPC and fsfreeze as on any disk."""
+    image, mounted = folder / "image", folder / "disk"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(mib << 20)
+    # No journal and no blocks kept back: the size that is asked for is the size there is.
+    _try("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image))
+    _try("mount", "-o", "loop", str(image), str(mounted))
+    try:
+        mounted.chmod(0o700)
+        yield mounted
+    finally:
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True)

@@ -1,0 +1,92 @@
+"""Mapping files of tmpfs: alignment, life time, faults, huge pages."""
+
+import gc
+import mmap
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ecckpt.mapping import HUGE_PAGE_BYTES, fault_in, make_huge, map_file
+
+SIZE = 3 * HUGE_PAGE_BYTES + 5 * mmap.PAGESIZE
+
+
+@contextmanager
+def tmpfs_file(size=SIZE):
+    """An open file in tmpfs, all of it there."""
+    path = Path("/dev/shm") / f"ecckpt-test-mapping-{os.getpid()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def mapped_here():
+    return f"ecckpt-test-mapping-{os.getpid()}" in Path("/proc/self/maps").read_text()
+
+
+def huge_kib():
+    """How much of this process's shared memory is mapped by huge pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
+
+
+def test_shared_and_unmapped_with_the_last_view():
+    with tmpfs_file() as descriptor:
+        one, other = map_file(descriptor, SIZE), map_file(descriptor, SIZE)
+        one[-3:] = b"end"
+        part = other[-3:]
+        assert bytes(part) == b"end"
+        assert os.pread(descriptor, 3, SIZE - 3) == b"end"
+        del one, other
+        gc.collect()
+        assert mapped_here()
+        assert bytes(part) == b"end"
+        del part
+        gc.collect()
+        assert not mapped_here()
+
+
+def test_a_file_that_cannot_be_mapped():
+    descriptor = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        before = Path("/proc/self/maps").read_text().count("\n")
+        with pytest.raises(OSError, match="cannot map"):
+            map_file(descriptor, SIZE)
+        assert Path("/proc/self/maps").read_text().count("\n") <= before + 1
+    finally:
+        os.close(descriptor)
+
+
+def test_faulting_in():
+    with tmpfs_file() as descriptor:
+        view = map_file(descriptor, SIZE)
+        fault_in(view[: mmap.PAGESIZE * 4])
+        fault_in(view)
+        view[:] = bytes(SIZE)
+
+
+def test_huge_pages_keep_the_bytes():
+    content = os.urandom(1 << 16) * (SIZE >> 16)
+    with tmpfs_file() as descriptor:
+        view = map_file(descriptor, SIZE)
+        view[: len(content)] = content
+        if not make_huge(view):
+            pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")
+        assert view[: len(content)] == content
+        assert huge_kib() >= 3 * HUGE_PAGE_BYTES // 1024
+        again = map_file(descriptor, SIZE)
+        fault_in(again)
+        assert again[: len(content)] == content
+        assert huge_kib() >= 6 * HUGE_PAGE_BYTES // 1024  # a new mapping profits at once
+        assert make_huge(again)
+
+
+def test_memory_that_cannot_be_huge():
+    view = memoryview(bytearray(3 * mmap.PAGESIZE))
+    assert not make_huge(view[1 : mmap.PAGESIZE])
