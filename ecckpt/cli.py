@@ -17,6 +17,7 @@ from ecckpt.native import prefer
 
 if TYPE_CHECKING:
     from ecckpt.exporting import Exported
+    from ecckpt.importing import Imported
     from ecckpt.integrations.dcp_directory import ExportedDcp
     from ecckpt.opening import Opened
 
@@ -119,7 +120,7 @@ def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     export.add_argument("--token-file", type=Path, default=node.token_file)
     export.add_argument("--json", action="store_true")
     export.set_defaults(act=_export)
-    take = commands.add_parser("import", help="save a folder of safetensors files as a new run")
+    take = commands.add_parser("import", help="save a folder of weights or of DCP as a new run")
     take.add_argument("run")
     take.add_argument("folder", type=Path, metavar="DIR")
     take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
@@ -328,16 +329,7 @@ def _export_to(
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from ecckpt.importing import import_safetensors
-
-    done = import_safetensors(
-        arguments.run,
-        arguments.folder,
-        root=arguments.root,
-        agents=arguments.agents,
-        step=arguments.step,
-        ties=dict(arguments.tie),
-    )
+    done = _import_from(arguments)
     if arguments.json:
         print(json.dumps(asdict(done)))
     else:
@@ -346,6 +338,20 @@ def _import(arguments: argparse.Namespace) -> int:
             f"of run {done.run}: {done.promise}"
         )
     return 0
+
+
+def _import_from(arguments: argparse.Namespace) -> Imported:
+    run, folder, ties = arguments.run, arguments.folder, dict(arguments.tie)
+    root, agents, step = arguments.root, arguments.agents, arguments.step
+    if not (folder / ".metadata").exists():  # DCP's
+        from ecckpt.importing import import_safetensors
+
+        return import_safetensors(run, folder, root=root, agents=agents, step=step, ties=ties)
+    if ties:
+        raise InvalidConfig("--tie: DCP's folders have every name")
+    from ecckpt.integrations.dcp_import import import_dcp
+
+    return import_dcp(run, folder, root=root, agents=agents, step=step)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
