@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ecckpt.collector import collector_paused
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
 from ecckpt.state.dtypes import BYTES_NAMES, CODE_OF
@@ -172,7 +171,7 @@ def plan_shard(
     ``UnsupportedState``, with the path, for what cannot be stored, before anything is written, and
     ``InvalidConfig`` for ``replicas`` that name nothing.
     """
-    with _collector_paused():
+    with collector_paused():
         return ShardPlan.of(state, previous, boxes or {}, replicas)
 
 
@@ -183,21 +182,6 @@ def _covered(
         return frozenset()
     replicas.check(state)
     return frozenset(index for index, path in enumerate(paths) if replicas.covers(path))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A few tuples per tensor are enough for Python to go through all objects of the program.
-
-    With 20,000 tensors that takes longer than the plan; none of the tuples is garbage.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _Columns) -> _Layout:
