@@ -1,4 +1,4 @@
-"""A trainer that is stopped in the middle of a save, while another takes over, and wakes up late."""
+"""A trainer stopped in the middle of a save, while another takes over, that wakes up late."""
 
 from __future__ import annotations
 
