@@ -28,3 +28,8 @@ def code(
 
 def copy_ranges(engine: str, ranges: NDArray[np.int64], threads: int) -> None:
     """Copy (source address, target address, length) rows."""
+
+def checksum_spans(
+    engine: str, spans: NDArray[np.int64], sums: NDArray[np.uint32], threads: int
+) -> None:
+    """Put the CRC32C of each (address, length) row into sums."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ecckpt import agents as node_agents
 from ecckpt import wire
-from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.config import ClusterConfig, NodeConfig, named
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     EcckptError,
@@ -43,7 +43,7 @@ from ecckpt.retention import Keep
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
-from ecckpt.state import ShardPlan, plan_shard
+from ecckpt.state import Replicas, ShardPlan, plan_shard
 from ecckpt.storing import Disks, Storer
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
-_SETUP_ERRORS = (UnsupportedState, MemoryBudgetTooSmall, TmpfsFull)
+_SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
 
 
 class Checkpointer:
@@ -78,6 +78,11 @@ class Checkpointer:
         strict: raise from ``save`` what is otherwise only reported by its handle.
         save_timeout_s: a save that is not committed by then has failed.
         restore_timeout_s: how long ranks wait for each other in each step of a restore.
+        replicated: patterns of plain tensors that are the same on all ranks, as under DDP: each is
+            stored once, in equal shares, instead of by every rank. A pattern names a path and all
+            below it ("model"); ``*`` stands for any text, and one that begins with ``!`` takes out
+            again. A save in which they differ fails, with the paths and ranks. What belongs to a
+            rank, or is a DTensor (which says itself what it is), must not, or need not, be named.
         store, rank, world_size: meet over this ``torch.distributed`` store instead of the default
             process group's. It must be new for every start.
 
@@ -85,6 +90,16 @@ class Checkpointer:
         InvalidCode, InvalidConfig, TooFewNodes, DuplicateNode, AgentUnreachable, AgentMismatch,
         VersionMismatch, RankTimeout: on all ranks alike.
     """
+
+    _restores = 0
+    _timeline: int | None = None
+    _parent: Generation | None = None
+    _plan: ShardPlan | None = None
+    _latest: SaveHandle | None = None
+    _ticket: Ticket | None = None
+    _last_step: int | None = None
+    _in_flight: SaveHandle | None = None
+    _closed = False
 
     def __init__(
         self,
@@ -101,15 +116,14 @@ class Checkpointer:
         keep_every_steps: int = 0,
         min_margin: int = 0,
         strict: bool = False,
+        replicated: Sequence[str] = (),
         save_timeout_s: float = 120.0,
         restore_timeout_s: float = 300.0,
         store: Store | None = None,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
-            if value < 0:
-                raise InvalidConfig(f"{name}={value} is negative")
+        _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
             run,
             code,
@@ -119,32 +133,23 @@ class Checkpointer:
             restore_timeout_s,
             disk_every,
             Keep(keep, keep_every_steps),
+            named(replicated),
         )
         self._node = NodeConfig.from_environment(root)
         prefer(self._node.engine)
         self._strict = strict
-        self._meeting = meet(store, rank=rank, world_size=world_size)
+        meeting = self._meeting = meet(store, rank=rank, world_size=world_size)
         self._cluster, self._local_ranks = join(
-            self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+            meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
         peers, agent = self._cluster.peers, self._cluster.agent
         # Rank 0 decides for all; on others it is never begun.
-        self._storer = Storer(run, peers, self._disks(disk_bytes))
+        storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
         self._reserver = Reserver(agent, self._slots, self._revive_agent)
-        self._watcher = Watcher(
-            self._meeting, agent, list(peers.values()), committed=self._storer.committed
-        )
-        self._restores = 0
-        self._timeline: int | None = None
-        self._parent: Generation | None = None
-        self._plan: ShardPlan | None = None
-        self._latest: SaveHandle | None = None
-        self._ticket: Ticket | None = None
-        self._last_step: int | None = None
-        self._in_flight: SaveHandle | None = None
+        self._watcher = Watcher(meeting, agent, list(peers.values()), committed=storer.committed)
+        self._replicas = Replicas(self._config.replicated, meeting.rank, meeting.world_size)
         self._given_up: list[Generation] = []
-        self._closed = False
         atexit.register(self.close)
 
     @property
@@ -245,7 +250,7 @@ class Checkpointer:
         self._ticket = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
-        plan = plan_shard(state, previous=self._plan)
+        plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
         header = self._header(shard, plan.shard_bytes)
         slot = self._reserver.take(self._wish(header))
         payload = self._slots.payload(slot, header.payload_bytes)
@@ -264,7 +269,13 @@ class Checkpointer:
 
         self._watcher.follow(
             Following(
-                handle, shard, self._deadline_s(), start, True, lambda e: self._ended(header, e)
+                handle,
+                shard,
+                self._deadline_s(),
+                start,
+                counted=True,
+                claim=plan.claim,
+                ended=lambda error: self._ended(header, error),
             )
         )
 
@@ -512,6 +523,12 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 0:
+            raise InvalidConfig(f"{name}={value} is negative")
 
 
 __all__ = ["Checkpointer", "Restored", "SaveHandle"]

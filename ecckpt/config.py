@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -28,6 +29,7 @@ class ClusterConfig:
     ``restore_timeout_s``: bounds every step of a restore in which ranks wait for each other.
     ``disk_every``: every nth committed save goes to the agents' disks, where they have some; 0:
     none does. ``keep``: which generations stay there.
+    ``replicated``: patterns of plain tensors that are the same on all ranks.
     """
 
     run: str
@@ -38,6 +40,7 @@ class ClusterConfig:
     restore_timeout_s: float
     disk_every: int = 1
     keep: Keep = field(default_factory=Keep)
+    replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("run", self.run)
@@ -54,6 +57,13 @@ class ClusterConfig:
     def fingerprint(self) -> str:
         """Equal on two ranks exactly if they were configured alike."""
         return repr(self)
+
+
+def named(patterns: Sequence[str]) -> tuple[str, ...]:
+    """As a tuple; ``InvalidConfig`` for a text, whose letters would be the patterns."""
+    if isinstance(patterns, str):
+        raise InvalidConfig(f"{patterns!r} is a text", hint="give a list of texts")
+    return tuple(patterns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def copy_bytes(source: Buffer, target: WritableBuffer, *, threads: int = 1) -> N
         target_view[:] = source_view
         return
     row = [address_of(source_view), address_of(target_view), source_view.size]
-    _native.copy_ranges(_engine(), np.array([row], np.int64), threads)
+    _native.copy_ranges(copying_engine(), np.array([row], np.int64), threads)
 
 
 def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
@@ -142,11 +142,11 @@ def copy_many(ranges: NDArray[np.int64], *, threads: int = 1) -> None:
         for source_address, target_address, length in ranges.tolist():
             ctypes.memmove(target_address, source_address, length)
         return
-    _native.copy_ranges(_engine(), ranges, threads)
+    _native.copy_ranges(copying_engine(), ranges, threads)
 
 
-def _engine() -> str:
-    """Return the native engine that copies: the codec's, unless that is zfec."""
+def copying_engine() -> str:
+    """Return the native engine for work beside coding: the codec's, unless that is zfec."""
     name = resolved(AUTO)
     return name if name != "zfec" else _native.engine_names()[0]
 

@@ -171,7 +171,9 @@ def plan_repair(
         for index in missing
         if index < len(holders) and holders[index] not in taken
     }
+    strays = [index for index in missing if index not in plan]
+    if not strays:
+        return plan
     taken.update(plan.values())
     free = [node for node in dict.fromkeys((*holders, *sorted(nodes))) if node not in taken]
-    strays = [index for index in missing if index not in plan]
     return plan | dict(zip(strays, free, strict=False))

@@ -54,6 +54,18 @@ class Meeting(Protocol):
         Safe from any thread.
         """
 
+    def agree(self, key: str, text: str) -> str:
+        """What the first caller gave under this key. Safe from any thread, as the next three."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave something for others."""
+
+    def look(self, key: str) -> bytes | None:
+        """What was left under this key, if anything."""
+
+    def drop(self, key: str) -> None:
+        """Remove it."""
+
 
 class Alone:
     """The meeting of a single process."""
@@ -62,6 +74,7 @@ class Alone:
         self.rank, self.world_size = 0, 1
         self.session = secrets.token_hex(_NONCE_BYTES)
         self._counters: dict[str, int] = {}
+        self._left: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
@@ -82,6 +95,22 @@ class Alone:
             if count != value:
                 self._counters[key] = count - amount
             return count != value
+
+    def agree(self, key: str, text: str) -> str:
+        """With oneself."""
+        return self._left.setdefault(key, text.encode()).decode()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep it."""
+        self._left[key] = value
+
+    def look(self, key: str) -> bytes | None:
+        """What was kept."""
+        return self._left.get(key)
+
+    def drop(self, key: str) -> None:
+        """Forget it."""
+        self._left.pop(key, None)
 
 
 @dataclass
@@ -131,6 +160,26 @@ class StoreMeeting:
                 if self._counting.compare_set(key, str(count), left) == left.encode():
                     return True
         return False
+
+    def agree(self, key: str, text: str) -> str:
+        """See ``Meeting.agree``."""
+        with self._lock:
+            return self._counting.compare_set(key, "", text).decode()
+
+    def put(self, key: str, value: bytes) -> None:
+        """See ``Meeting.put``."""
+        with self._lock:
+            self._counting.set(key, value)  # type: ignore[arg-type]
+
+    def look(self, key: str) -> bytes | None:
+        """See ``Meeting.look``."""
+        with self._lock:
+            return self._counting.get(key) if self._counting.check([key]) else None
+
+    def drop(self, key: str) -> None:
+        """See ``Meeting.drop``."""
+        with self._lock:
+            self._counting.delete_key(key)
 
     def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:
         ranks = range(self.world_size)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ecckpt import wire
+from ecckpt.claims import Claims
 from ecckpt.client import AgentClient
 from ecckpt.counting import (
     POISON,
@@ -30,6 +31,7 @@ from ecckpt.counting import (
 from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
 from ecckpt.generation import Generation, ShardId
 from ecckpt.rendezvous import Meeting
+from ecckpt.state import Claim
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +125,8 @@ class SaveHandle:
 class Following:
     """What the watcher needs to see one save through.
 
-    ``ended`` hears how it went just before the handle tells: the next save cannot have begun.
+    ``claim`` is what the other ranks must have as well. ``ended`` hears how it went just before the
+    handle tells: the next save cannot have begun.
     """
 
     handle: SaveHandle
@@ -131,6 +134,7 @@ class Following:
     deadline_s: float
     start: Callable[[], None]
     counted: bool
+    claim: Claim | None = None
     ended: Callable[[EcckptError | None], None] = lambda _: None
 
 
@@ -152,6 +156,7 @@ class Watcher:
         self._committed = committed
         self._agent = agent
         self._peers = peers
+        self._claims = Claims(meeting)
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="ecckpt-watch", daemon=True)
         self._thread.start()
@@ -183,6 +188,8 @@ class Watcher:
     def _see_through(self, following: Following) -> None:
         shard, ranks = following.shard, self._meeting.world_size
         failed = self._drive(following, see_through(shard, ranks, counted=following.counted))
+        if following.claim is not None:
+            failed = self._claims.explain(following.shard, failed)
         if failed is not None:
             _log.warning("save of step %d failed: %s", following.handle.step, failed)
         elif following.counted:
@@ -214,6 +221,9 @@ class Watcher:
         shard = following.shard
         match step:
             case Start():
+                # First of all: what lacks a shard is never restored, whatever becomes of this rank.
+                if following.claim is not None:
+                    self._claims.compare(shard.generation, following.claim)
                 following.start()
             case Look(state):
                 return self._watch(following, state)

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "checksums.h"
 #include "coding.h"
 #include "copying.h"
 
@@ -21,6 +22,8 @@ namespace {
 using Input = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<std::uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Spans = nb::ndarray<const std::int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using Sums = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ranges = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
 std::vector<std::string> engine_names() {
@@ -121,6 +124,19 @@ void copy_ranges(const std::string &engine_name, Ranges ranges, std::size_t thre
     ecckpt::copy_ranges(engine, rows, count, threads);
 }
 
+void checksum_spans(const std::string &engine_name, Spans spans, Sums sums, std::size_t threads) {
+    const ecckpt::Engine &engine = engine_named(engine_name);
+    static_assert(sizeof(ecckpt::Span) == 2 * sizeof(std::int64_t));
+    require(threads > 0, "threads is 0");
+    require(spans.shape(0) == sums.shape(0), "one checksum per range");
+    const auto *rows = reinterpret_cast<const ecckpt::Span *>(spans.data());
+    const std::size_t count = spans.shape(0);
+    for (std::size_t row = 0; row < count; ++row)
+        require(rows[row].length >= 0, "a range of negative length");
+    nb::gil_scoped_release released;
+    ecckpt::checksum_spans(engine, rows, count, sums.data(), threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -132,4 +148,6 @@ NB_MODULE(_native, module) {
                nb::arg("output_checksums").none(), nb::arg("threads"));
     module.def("copy_ranges", &copy_ranges, nb::arg("engine"), nb::arg("ranges"),
                nb::arg("threads"));
+    module.def("checksum_spans", &checksum_spans, nb::arg("engine"), nb::arg("spans"),
+               nb::arg("sums"), nb::arg("threads"));
 }

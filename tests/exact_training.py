@@ -155,7 +155,8 @@ def run(mode, rank, out, *, root, kill):
         checkpointer, first = None, 0
     else:
         training.disturb()
-        checkpointer = ecckpt.Checkpointer(mode, root=root, every_steps=2)
+        same = ["model", "optim", "ema"] if mode == "ddp" else []
+        checkpointer = ecckpt.Checkpointer(mode, root=root, every_steps=2, replicated=same)
         restored = checkpointer.restore(training.state())
         if restored is None:  # a first start: as the undisturbed training
             training = Training(mode, rank)

@@ -264,3 +264,34 @@ def test_completing_and_taking_back_exclude_each_other(meet_as):
             assert (meetings[0].add(key, 0) == 3) == outcomes.pop()
     finally:
         sys.setswitchinterval(5e-3)
+
+
+# -- what is left for others ----------------------------------------------------------------------
+
+
+def test_the_first_text_under_a_key_stands_and_can_be_taken_away(meet_as):
+    one, other = meet_as(2)
+    assert one.agree("who", "one") == "one"
+    assert other.agree("who", "other") == "one"
+    assert one.agree("who", "one") == "one"
+    one.drop("who")
+    assert other.agree("who", "other") == "other"
+
+
+def test_what_is_left_is_there_until_it_is_dropped(meet_as):
+    one, other = meet_as(2)
+    assert other.look("it") is None
+    one.put("it", b"\0text")
+    assert other.look("it") == b"\0text"
+    other.drop("it")
+    other.drop("it")
+    assert one.look("it") is None
+
+
+def test_alone_leaves_things_alike():
+    alone = Alone()
+    assert (alone.agree("who", "a"), alone.agree("who", "b")) == ("a", "a")
+    alone.put("it", b"x")
+    assert alone.look("it") == b"x"
+    alone.drop("it")
+    assert alone.look("it") is None

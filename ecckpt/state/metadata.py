@@ -28,7 +28,7 @@ class Notes:
         parts = {
             "ecckpt.dtypes": dict(self.dtypes),
             "ecckpt.aliases": dict(self.aliases),
-            "ecckpt.sharding": {name: asdict(part) for name, part in self.shardings.items()},
+            "ecckpt.sharding": {name: _fields(part) for name, part in self.shardings.items()},
         }
         texts = {
             key: json.dumps(part, separators=(",", ":")) for key, part in parts.items() if part
@@ -50,6 +50,11 @@ def parse_notes(metadata: Mapping[str, str]) -> Notes:
     )
 
 
+def _fields(sharding: Sharding) -> dict[str, Any]:
+    fields = asdict(sharding)
+    return fields if sharding.plain else {name: fields[name] for name in fields if name != "plain"}
+
+
 def _part(metadata: Mapping[str, str], key: str, parse: Callable[[Any], _Part]) -> dict[str, _Part]:
     try:
         entries = json.loads(metadata.get(key, "{}"))
@@ -66,7 +71,9 @@ def _text(value: Any) -> str:
 
 def _sharding(fields: Any) -> Sharding:
     coordinate, offset = fields["coordinate"], fields["offset"]
-    held = fields.get("held")
+    held, plain = fields.get("held"), fields.get("plain", False)
+    if type(plain) is not bool:
+        raise TypeError("plain is a bool")
     if held is not None and len(held) != 3:
         raise TypeError("a share is dimension, start and length")
     return Sharding(
@@ -77,6 +84,7 @@ def _sharding(fields: Any) -> Sharding:
         coordinate=None if coordinate is None else _sizes(coordinate),
         offset=None if offset is None else _sizes(offset),
         held=None if held is None else (*_sizes(held),),  # type: ignore[arg-type]
+        plain=plain,
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ecckpt.collector import collector_paused
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
 from ecckpt.state.dtypes import BYTES_NAMES, CODE_OF
@@ -25,6 +24,7 @@ from ecckpt.state.layout import (
 )
 from ecckpt.state.metadata import Notes
 from ecckpt.state.paths import Path, tensor_names
+from ecckpt.state.replicas import Claim, Replicas, checksums, form_of
 from ecckpt.state.sharding import Sharding, Shardings
 from ecckpt.state.tensors import Parts
 from ecckpt.state.tree import flatten
@@ -46,6 +46,7 @@ class _Layout(NamedTuple):
     """The part of a plan that outlives it: places and names, no tensors."""
 
     paths: tuple[Path, ...]
+    covered: frozenset[int]  # indices of the tensors that all ranks are said to have
     columns: _Columns
     names: bytes  # packed
     owned: NDArray[np.int64]  # indices of the tensors that are stored
@@ -53,13 +54,16 @@ class _Layout(NamedTuple):
     places: NDArray[np.int64]  # of those: begin and bytes
     header: str
     data_bytes: int
+    claimed: tuple[int, ...]  # those of the covered ones that are stored in shares
+    claimed_names: tuple[str, ...]
+    claimed_form: bytes
 
 
 class ShardPlan:
     """What ``write`` will put where, made by ``plan_shard``.
 
     Holds references to the state's tensors until ``write`` returns. Kept afterwards, it serves as
-    ``previous`` for the next plan.
+    ``previous`` for the next plan. ``claim``, once written, is what other ranks must have as well.
     """
 
     def __init__(self, layout: _Layout, parts: Parts, values: bytes, shardings: Shardings) -> None:
@@ -67,6 +71,7 @@ class ShardPlan:
         self._parts: Parts | None = parts
         self._values = values
         self._shardings = shardings
+        self.claim: Claim | None = None
         self._header = render_header(
             layout.header, data_bytes=layout.data_bytes, values_bytes=len(values)
         )
@@ -94,6 +99,7 @@ class ShardPlan:
         buffer[data_start + data_bytes : self.shard_bytes] = self._values
         if data_bytes:
             self._write_tensors(buffer[data_start : data_start + data_bytes], threads)
+        self._make_claim(threads)
         self._parts, self._values = None, b""  # a plan kept as `previous` is small
 
     def _write_tensors(self, data: memoryview, threads: int) -> None:
@@ -110,22 +116,37 @@ class ShardPlan:
         if len(rows):
             copy_many(rows, threads=threads)
 
+    def _make_claim(self, threads: int) -> None:
+        assert self._parts is not None
+        layout = self._layout
+        if layout.claimed:
+            wholes = [self._parts.wholes[index] for index in layout.claimed]
+            sums = checksums(wholes, threads=threads)
+            self.claim = Claim(layout.claimed_names, layout.claimed_form, sums)
+
     @classmethod
     def of(
-        cls, state: dict[Any, Any], previous: Self | None, boxes: Mapping[Path, Sharding]
+        cls,
+        state: dict[Any, Any],
+        previous: Self | None,
+        boxes: Mapping[Path, Sharding],
+        replicas: Replicas | None,
     ) -> Self:
         """See ``plan_shard``."""
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
-        parts = Parts.of(flat.tensors, flat.paths, shardings)
+        layout = previous._layout if previous else None
+        if layout is not None and layout.paths != flat.paths:
+            layout = None
+        covered = layout.covered if layout else _covered(state, flat.paths, replicas)
+        parts = Parts.of(flat.tensors, flat.paths, shardings, replicas, covered)
         if boxes:
             parts.shardings.update(
                 (index, boxes[path]) for index, path in enumerate(flat.paths) if path in boxes
             )
         columns = _Columns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
-        layout = previous._layout if previous else None
-        if layout is None or layout.paths != flat.paths or layout.columns != columns:
-            layout = _arrange(flat.paths, columns)
+        if layout is None or layout.columns != columns:
+            layout = _arrange(flat.paths, covered, columns)
         # An array of two, of which the first is packed already.
         values = b"\x92" + layout.names + msgpack.packb(flat.tree)
         return cls(layout, parts, values, shardings)
@@ -136,35 +157,32 @@ def plan_shard(
     *,
     previous: ShardPlan | None = None,
     boxes: Mapping[Path, Sharding] | None = None,
+    replicas: Replicas | None = None,
 ) -> ShardPlan:
     """Plan the shard of ``state``: a dict of tensors, values and objects, nested at will.
 
     Values are captured now, tensors by ``ShardPlan.write``; ``state_dict()`` is called on modules,
     optimizers and the like. ``previous``, the plan of an earlier save, spares the work on names and
-    header if they are still the same; it is never needed for correctness. ``boxes`` says of plain
-    tensors, by their paths, which part of a global tensor they are. Raises
-    ``UnsupportedState``, with the path, for what cannot be stored, before anything is written.
+    header if they are still the same (and must be of the same ``replicas``); it is never needed for
+    correctness. ``boxes`` says of plain tensors, by their paths, which part of a global tensor they
+    are. Of the plain tensors that ``replicas`` names a share is stored. Raises
+    ``UnsupportedState``, with the path, for what cannot be stored, before anything is written, and
+    ``InvalidConfig`` for ``replicas`` that name nothing.
     """
-    with _collector_paused():
-        return ShardPlan.of(state, previous, boxes or {})
+    with collector_paused():
+        return ShardPlan.of(state, previous, boxes or {}, replicas)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A few tuples per tensor are enough for Python to go through all objects of the program.
-
-    With 20,000 tensors that takes longer than the plan; none of the tuples is garbage.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _covered(
+    state: dict[Any, Any], paths: tuple[Path, ...], replicas: Replicas | None
+) -> frozenset[int]:
+    if replicas is None or not replicas.patterns:
+        return frozenset()
+    replicas.check(state)
+    return frozenset(index for index, path in enumerate(paths) if replicas.covers(path))
 
 
-def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
+def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _Columns) -> _Layout:
     try:
         names = tensor_names(paths)
     except ValueError as error:
@@ -193,8 +211,14 @@ def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
         shardings=shardings,
     )
     places = [(entry.begin, entry.end - entry.begin) for entry in entries]
+    claimed = [
+        index
+        for index in owned
+        if (part := columns.shardings.get(index)) is not None and part.plain
+    ]
     return _Layout(
         paths=paths,
+        covered=covered,
         columns=columns,
         names=msgpack.packb(names),
         owned=np.array(owned, np.int64),
@@ -202,6 +226,14 @@ def _arrange(paths: tuple[Path, ...], columns: _Columns) -> _Layout:
         places=np.array(places, np.int64).reshape(-1, 2),
         header=render_entries(entries, notes.render()),
         data_bytes=max((entry.end for entry in entries), default=0),
+        claimed=tuple(claimed),
+        claimed_names=tuple(names[index] for index in claimed),
+        claimed_form=form_of(
+            [
+                (names[index], columns.dtypes[index], columns.shardings[index].shape)
+                for index in claimed
+            ]
+        ),
     )
 
 

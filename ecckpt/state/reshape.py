@@ -41,7 +41,7 @@ class Place:
 def is_relaid(state: dict[Any, Any], shard: Shard) -> bool:
     """Whether ``state`` cuts a global tensor in another way than ``shard``, or not at all."""
     known = Shardings()
-    return any(
+    return any(sharding.plain for sharding in shard.shardings.values()) or any(
         _wish(like, shard, name, known) not in (None, _Wish(shard.shardings.get(name)))
         for name, like in survey(state, shard).items()
     )
@@ -95,8 +95,11 @@ class _Wish:
     sharding: Sharding | None
 
 
-def _wish(like: torch.Tensor, saved: Shard, name: str, known: Shardings) -> _Wish | None:
+def _wish(like: torch.Tensor | None, saved: Shard, name: str, known: Shardings) -> _Wish | None:
     """None where a tensor of the saved shape cannot be placed as ``like`` is."""
+    if like is None:  # handed to an object as it was: a DTensor has no mesh then
+        sharding = saved.shardings.get(name)
+        return _Wish(None) if sharding and sharding.plain else None
     if not is_dtensor(like):
         return _Wish(None)
     mine = known.of(like)  # type: ignore[arg-type]
@@ -134,7 +137,7 @@ class _Assembly:
             if sharding is None and not is_dtensor(like):
                 kept.append(name)
                 continue
-            wish = _wish(like, self._base, name, known) if like is not None else None
+            wish = _wish(like, self._base, name, known)
             if wish is None:
                 # Nobody may take for data what was never read: nothing can be copied from meta.
                 tensors[name] = tensors[name].to("meta")

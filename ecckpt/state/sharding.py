@@ -24,7 +24,8 @@ class Sharding:
     ``coordinate`` is the rank's place in the mesh (None: outside of it) and ``offset`` where its
     box begins in the global tensor (None where the part is no single box, or there is none).
     ``held`` is set where only a share of the part is meant, the rest being with its replicas:
-    dimension, start and length within the part. A box that no mesh explains (``box_of``) has
+    dimension, start and length within the part. ``plain``: it is no DTensor, but one of the tensors
+    that all ranks were said to have (`replicas.py`). A box that no mesh explains (``box_of``) has
     neither placements nor mesh.
     """
 
@@ -35,6 +36,7 @@ class Sharding:
     coordinate: tuple[int, ...] | None
     offset: tuple[int, ...] | None
     held: tuple[int, int, int] | None = None
+    plain: bool = False
 
     def cut(self) -> Cut | None:
         """The elements that this rank has; None outside of the mesh.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -12,9 +12,9 @@ import torch
 from ecckpt.errors import UnsupportedState
 from ecckpt.state.dtypes import STORED
 from ecckpt.state.paths import Path, describe
+from ecckpt.state.replicas import Replicas, is_raw
 from ecckpt.state.sharding import Sharding, Shardings, has_partial, is_dtensor, local_tensor
 
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -75,12 +75,21 @@ class Parts:
         self.addresses: list[int] = []
         self.raw: list[bool] = []  # whether the bytes in memory, from the address on, are to store
         self.shardings: dict[int, Sharding] = {}  # of those that are parts of others, by index
+        self.wholes: dict[int, torch.Tensor] = {}  # of those that all ranks are said to have
 
     @classmethod
     def of(
-        cls, tensors: Sequence[torch.Tensor], paths: Sequence[Path], shardings: Shardings
+        cls,
+        tensors: Sequence[torch.Tensor],
+        paths: Sequence[Path],
+        shardings: Shardings,
+        replicas: Replicas | None = None,
+        covered: Collection[int] = (),
     ) -> Self:
-        """The parts of ``tensors``, as ``share_of`` and ``part_of`` give and refuse them."""
+        """The parts of ``tensors``, as ``share_of`` and ``part_of`` give and refuse them.
+
+        ``covered`` are the indices of those that ``replicas`` says are the same on all ranks.
+        """
         parts = cls()
         locals_, dtypes, shapes = parts.locals, parts.dtypes, parts.shapes
         addresses, raw = parts.addresses, parts.raw
@@ -94,8 +103,14 @@ class Parts:
                 and dtype in STORED
                 and tensor.layout is torch.strided
                 and not tensor.is_nested
+                and index not in covered
             ):
-                local, sharding = share_of(part_of(tensor, paths[index], shardings))
+                part = part_of(tensor, paths[index], shardings)
+                if replicas is not None and index in covered and part.sharding is None:
+                    part = Part(part.local, replicas.sharding(part.local))
+                    if part.sharding is not None:
+                        parts.wholes[index] = part.local
+                local, sharding = share_of(part)
                 dtype, on_cpu = local.dtype, local.is_cpu
                 if sharding is not None:
                     parts.shardings[index] = sharding
@@ -103,8 +118,7 @@ class Parts:
             dtypes.append(dtype)
             shapes.append(local.shape)
             addresses.append(local.data_ptr())
-            negated = local.is_neg() or (dtype in _COMPLEX and local.is_conj())
-            raw.append(on_cpu and not negated and local.is_contiguous())
+            raw.append(on_cpu and is_raw(local))
         return parts
 
     def owners(self) -> list[int]:
