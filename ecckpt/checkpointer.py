@@ -94,6 +94,16 @@ class Checkpointer:
         VersionMismatch, RankTimeout: on all ranks alike.
     """
 
+    _restores = 0
+    _timeline: int | None = None
+    _parent: Generation | None = None
+    _plan: ShardPlan | None = None
+    _latest: SaveHandle | None = None
+    _ticket: Ticket | None = None
+    _last_step: int | None = None
+    _in_flight: SaveHandle | None = None
+    _closed = False
+
     def __init__(
         self,
         run: str,
@@ -142,17 +152,8 @@ class Checkpointer:
         storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
         self._reserver = Reserver(agent, self._slots, self._revive_agent)
         self._watcher = Watcher(meeting, agent, list(peers.values()), committed=storer.committed)
-        self._restores = 0
-        self._timeline: int | None = None
-        self._parent: Generation | None = None
-        self._plan: ShardPlan | None = None
         self._replicas = Replicas(self._config.replicated, meeting.rank, meeting.world_size)
-        self._latest: SaveHandle | None = None
-        self._ticket: Ticket | None = None
-        self._last_step: int | None = None
-        self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
-        self._closed = False
         atexit.register(self.close)
 
     @property
