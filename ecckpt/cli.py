@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_agent(commands)
     _add_looks(commands)
+    _add_trace(commands)
     _add_exchange(commands)
     _add_demo(commands)
     return parser
@@ -59,6 +60,13 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument(
         "--disk", type=Path, default=node.disk, help="folder on disk (default: none)"
     )
+    agent.add_argument(
+        "--scrub-mb-s",
+        type=float,
+        default=10.0,
+        metavar="MB",
+        help="how fast files on disk are checked, all the time (default: 10; 0: not)",
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -69,6 +77,16 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     status.add_argument("--root", type=Path, default=node.root)
     status.add_argument("--json", action="store_true")
     status.set_defaults(act=_status)
+    verify = commands.add_parser("verify", help="check every block that agents hold of a run")
+    verify.add_argument("run")
+    verify.add_argument("agents", nargs="*", metavar="HOST:PORT", help="(default: that of --root)")
+    verify.add_argument("--root", type=Path, default=node.root)
+    verify.add_argument(
+        "--max-mb-s", type=float, default=0, metavar="MB", help="read by each agent"
+    )
+    verify.add_argument("--token-file", type=Path, default=node.token_file)
+    verify.add_argument("--json", action="store_true")
+    verify.set_defaults(act=_verify)
     plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
     plan.add_argument("run")
     plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
@@ -79,6 +97,18 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    node = NodeConfig.from_environment()
+    trace = commands.add_parser(
+        "trace", help="where the last saves and restores spent their time, for Perfetto"
+    )
+    trace.add_argument("run")
+    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    trace.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    trace.add_argument("--token-file", type=Path, default=node.token_file)
+    trace.set_defaults(act=_trace)
 
 
 def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -164,6 +194,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             listen=arguments.listen,
             token=read_token(arguments.token_file),
             disk=arguments.disk,
+            scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.
@@ -205,6 +236,32 @@ def _print_disk(facts: dict[str, Any]) -> None:
         print(f"    not on disk: {problem}")
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    from ecckpt.agents import local_client
+    from ecckpt.checking import verify_run
+    from ecckpt.client import AgentClient
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    checked = verify_run(
+        arguments.run,
+        agents or [local_client(arguments.root)],
+        bytes_per_s=int(arguments.max_mb_s * 1e6),
+    )
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in checked]))
+    else:
+        for each in checked:
+            print(
+                f"{each.node}: {each.silent or f'{each.files} files, {each.total_bytes:,} bytes'}"
+            )
+            for line in each.bad:
+                print(f"  {line}")
+    if all(each.silent for each in checked):
+        return 2
+    return 1 if any(each.bad or each.silent for each in checked) else 0
+
+
 def _plan_restore(arguments: argparse.Namespace) -> int:
     from ecckpt.client import AgentClient
     from ecckpt.recovery import plan_recovery
@@ -244,6 +301,29 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
         if not plan.generations:
             print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.tracing import chrome_trace
+
+    token = read_token(arguments.token_file)
+    traces = []
+    for address in arguments.agents:
+        try:
+            traces.append(AgentClient(address, token).trace(arguments.run))
+        except AgentUnreachable as error:
+            print(f"no answer: {error}", file=sys.stderr)
+    if not traces:
+        return 2
+    text = json.dumps(chrome_trace(traces))
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text)
+        spans = sum(len(trace.ranks) + len(trace.agent) for trace in traces)
+        print(f"{spans} spans of {len(traces)} nodes: {arguments.out}")
+    return 0 if len(traces) == len(arguments.agents) else 1
 
 
 def _export(arguments: argparse.Namespace) -> int:
