@@ -50,6 +50,7 @@ class Agent:
     ) -> None:
         self.shelf = Shelf(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
@@ -196,7 +197,7 @@ class Agent:
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
-            "disk": {"folder": str(self._disk.folder) if self._disk else "", "problem": problem},
+            "disk": {"folder": self._disk_folder, "problem": problem},
             "runs": {run: self._run_status(run) for run in runs},
         }
 
