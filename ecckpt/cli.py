@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_agent(commands)
     _add_looks(commands)
+    _add_trace(commands)
     _add_exchange(commands)
     _add_demo(commands)
     return parser
@@ -96,6 +97,18 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    node = NodeConfig.from_environment()
+    trace = commands.add_parser(
+        "trace", help="where the last saves and restores spent their time, for Perfetto"
+    )
+    trace.add_argument("run")
+    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    trace.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    trace.add_argument("--token-file", type=Path, default=node.token_file)
+    trace.set_defaults(act=_trace)
 
 
 def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -288,6 +301,29 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
         if not plan.generations:
             print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.tracing import chrome_trace
+
+    token = read_token(arguments.token_file)
+    traces = []
+    for address in arguments.agents:
+        try:
+            traces.append(AgentClient(address, token).trace(arguments.run))
+        except AgentUnreachable as error:
+            print(f"no answer: {error}", file=sys.stderr)
+    if not traces:
+        return 2
+    text = json.dumps(chrome_trace(traces))
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text)
+        spans = sum(len(trace.ranks) + len(trace.agent) for trace in traces)
+        print(f"{spans} spans of {len(traces)} nodes: {arguments.out}")
+    return 0 if len(traces) == len(arguments.agents) else 1
 
 
 def _export(arguments: argparse.Namespace) -> int:

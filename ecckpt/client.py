@@ -92,6 +92,14 @@ class AgentClient:
         path = f"{shard_path(shard)}/fragments/{index}"
         http.pull(self.address, path, target, offset=offset, token=self.token, timeout_s=timeout_s)
 
+    def trace(self, run: str) -> wire.Trace:
+        """Where time went in saves and restores of a run on that node."""
+        return self._get(wire.Trace, f"/v1/runs/{quote(run)}/trace")
+
+    def spans(self, message: wire.Spans) -> None:
+        """Tell where a rank's time went (only to the agent of its own node)."""
+        self._post(wire.Done, message.run, "spans", message)
+
     def reserve(self, message: wire.Reserve) -> wire.Slot:
         """A slot to stage a shard in (only on the agent's own node).
 

@@ -21,6 +21,7 @@ from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK, Inventory
+from ecckpt.tracing import Tracer
 
 _WAIT_LIMIT_S = 30.0
 _VERIFYING = 4  # each keeps a server thread
@@ -61,7 +62,9 @@ class Agent:
         self.shelf.adopt(self.core.ledgers)
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
-        self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
+        self._tracer, self._ranks_tracer = Tracer(), Tracer()
+        network = Network(token, self._tracer)
+        self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
         if self._disk is not None and scrub_bytes_per_s:
@@ -186,6 +189,15 @@ class Agent:
         with self._changed:
             where, offset, size_bytes = self.core.ledgers.locate_shard(shard)
         return where.path, offset, size_bytes
+
+    def trace(self, run: str) -> wire.Trace:
+        """Where time went, here and in the node's ranks."""
+        return wire.Trace(self.info.node, self._ranks_tracer.of(run), self._tracer.of(run))
+
+    def spans(self, message: wire.Spans) -> wire.Done:
+        """Keep what a rank of this node tells."""
+        self._ranks_tracer.add(message.spans)
+        return wire.Done()
 
     def status(self) -> dict[str, Any]:
         """What people and tools want to know, as plain JSON values."""
