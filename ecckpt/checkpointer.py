@@ -415,6 +415,10 @@ class Checkpointer:
         )
         return self._ticket
 
+    def stage(self, ticket: Ticket, plan: ShardPlan) -> None:
+        """``ticket.stage`` in this process, where slots are mapped already."""
+        ticket.stage(plan, self._slots)
+
     def find(self, *, step: int | None = None) -> Found | None:
         """Begin a new timeline, and say what there is to continue from: the newest, or ``step``.
 

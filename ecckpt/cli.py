@@ -67,6 +67,15 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MB",
         help="how fast files on disk are checked, all the time (default: 10; 0: not)",
     )
+    agent.add_argument("--cpus", default=node.cpus, help="to run on, such as 0-3,8 (default: all)")
+    agent.add_argument("--nice", type=int, default=node.nice, help="0 to 19 (default: 0)")
+    agent.add_argument(
+        "--pull-mb-s",
+        type=float,
+        default=node.pull_mb_s,
+        metavar="MB",
+        help="how fast it takes fragments of its peers' saves (default: 0, no limit)",
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -191,6 +200,7 @@ def _agent(arguments: argparse.Namespace) -> int:
         local_client(arguments.root).shutdown()
         return 0
     from ecckpt.agent.daemon import AlreadyRunning, run_agent
+    from ecckpt.agent.manners import Manners
 
     prefer(arguments.engine)
     try:
@@ -202,6 +212,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             token=read_token(arguments.token_file),
             disk=arguments.disk,
             scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
+            manners=Manners(arguments.cpus, arguments.nice, arguments.pull_mb_s * 1e6),
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.

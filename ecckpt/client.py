@@ -86,11 +86,26 @@ class AgentClient:
         return parse_table(body, header, f"{header.shard} from {self.address}")
 
     def pull_fragment(
-        self, shard: ShardId, index: int, target: memoryview, *, offset: int = 0, timeout_s: float
+        self,
+        shard: ShardId,
+        index: int,
+        target: memoryview,
+        *,
+        offset: int = 0,
+        timeout_s: float,
+        pace: http.Take | None = None,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified."""
         path = f"{shard_path(shard)}/fragments/{index}"
-        http.pull(self.address, path, target, offset=offset, token=self.token, timeout_s=timeout_s)
+        http.pull(
+            self.address,
+            path,
+            target,
+            offset=offset,
+            token=self.token,
+            timeout_s=timeout_s,
+            pace=pace,
+        )
 
     def trace(self, run: str) -> wire.Trace:
         """Where time went in saves and restores of a run on that node."""
