@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ecckpt import wire
 from ecckpt.client import AgentClient
@@ -14,11 +15,13 @@ from ecckpt.placement import Placement
 class Cluster:
     """Who takes part: this rank's agent, all nodes, and where fragments go.
 
-    ``homes`` is each rank's node; only rank 0 knows it.
+    ``homes`` is each rank's node; only rank 0 knows it. ``disk`` is what this node's agent was
+    started with as ``--disk``.
     """
 
     run: str
     home: wire.NodeInfo
+    disk: Path | None
     agent: AgentClient
     peers: Mapping[str, AgentClient]
     placement: Placement

@@ -41,6 +41,7 @@ from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
 from ecckpt.slots import Slots
 from ecckpt.state import Shard, check, is_relaid, load, read_shard
+from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
 
@@ -111,8 +112,10 @@ class Restorer:
         number: int,
         after: int,
         timeout_s: float,
+        tracer: Tracer,
     ) -> None:
         self._meeting = meeting
+        self._tracer = tracer
         self._cluster = cluster
         # A peer that hangs may use up part of a step's time, not all of it.
         patience_s = min(10.0, timeout_s / 4)
@@ -140,6 +143,7 @@ class Restorer:
     ) -> tuple[Order, Restored | None]:
         started_s = time.monotonic()
         for attempt in range(1000):
+            began = moment()
             order = self._order(attempt, wanted)
             if order.header is None:
                 if order.rejected or required or wanted.named:
@@ -149,10 +153,15 @@ class Restorer:
                         hint=wanted.hint,
                     )
                 return order, None
+            shard = order.header.shard
+            self._tracer.since(began, "choose", shard)
             brought, outcome = self._prepare(order, state)
-            if self._verdict(attempt, order.header.shard.generation, outcome, wanted):
+            with self._tracer.span("agree", shard):
+                agreed = self._verdict(attempt, shard.generation, outcome, wanted)
+            if agreed:
                 assert brought is not None
-                load(state, brought.shard)
+                with self._tracer.span("load", shard):
+                    load(state, brought.shard)
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
@@ -168,7 +177,7 @@ class Restorer:
                 raise NothingToRestore(self._cluster.run, order.rejected)
             return order, None
         generation = order.header.shard.generation
-        assert self._verdict(0, generation, Outcome("ok", ""), wanted)
+        self._verdict(0, generation, Outcome("ok", ""), wanted)
         return order, Found(
             generation,
             order.header.world_size,
@@ -207,8 +216,11 @@ class Restorer:
         rank = self._meeting.rank
         brought = None
         try:
-            brought = self._bring_shard(order, state)
-            check(state, brought.shard)
+            assert order.header is not None
+            with self._tracer.span("bring", order.header.shard):
+                brought = self._bring_shard(order, state)
+            with self._tracer.span("check", order.header.shard):
+                check(state, brought.shard)
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
@@ -269,6 +281,10 @@ class Restorer:
 
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
+        with self._tracer.span("prove", slot.header.shard):
+            return self._proven_payload(slot)
+
+    def _proven_payload(self, slot: wire.Slot) -> memoryview:
         header = slot.header
         payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
         size_bytes = header.fragment_bytes
