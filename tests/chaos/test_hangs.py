@@ -1,0 +1,103 @@
+"""What hangs is waited for only so long: holders, and the store through which ranks meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from stored import store
+from worlds import states_for
+
+import ecckpt
+from ecckpt import errors, wire
+from ecckpt.fragment import HOME
+from ecckpt.testing import LocalCluster
+
+STORE = """
+import sys, time, datetime, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True,
+                      timeout=datetime.timedelta(seconds=60), wait_for_workers=False)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.killpg(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+
+
+def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
+    # It used up all of the time that the fetch had, and a shard that could be had was refused.
+    shard = bytes(range(256)) * 200
+    with LocalCluster(nodes=6) as cluster:
+        store(cluster, [shard])
+        address = {node: cluster.client(node).node().address for node in cluster.nodes}
+        held = {
+            header.index: node
+            for node in cluster.nodes
+            for header in cluster.client(node).inventory("test").headers
+            if header.index != HOME
+        }
+        sources = tuple(wire.Sources(index, (address[held[index]],)) for index in sorted(held))
+        (header,) = cluster.client("n5").inventory("test").headers[:1]
+        message = wire.Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 8.0)
+        with stopped(cluster.pid(held[0])):
+            fetched = cluster.client("n5").fetch(message)
+        with Path(fetched.slot.path).open("rb") as file:
+            file.seek(fetched.slot.payload_offset)
+            assert file.read(len(shard)) == shard
+        assert any(address[held[0]] in problem for problem in fetched.problems)
+
+
+@pytest.mark.long
+def test_a_store_that_hangs_keeps_nobody_for_ever(cluster1: LocalCluster) -> None:
+    # close() waited for it for as long as it hung.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert server.stdout.readline() == b"up\n"
+        meeting = dist.TCPStore(
+            "127.0.0.1", port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
+        )
+        (state,) = states_for(1, seed=1)
+        checkpointer = ecckpt.Checkpointer(
+            "test",
+            root=cluster1.root("n0"),
+            store=meeting,
+            rank=0,
+            world_size=1,
+            save_timeout_s=2.0,
+            restore_timeout_s=10.0,
+        )
+        checkpointer.restore(state)
+        assert checkpointer.save(1, state).wait(20)
+        with stopped(server.pid):
+            handle = checkpointer.save(2, state)
+            checkpointer.close()
+            assert isinstance(handle.error, errors.SaveTimedOut)
+        deadline_s = time.monotonic() + 20
+        while checkpointer._watcher._thread.is_alive() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        server.stdout.close()
