@@ -16,12 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from builders import generation
 from stored import store
 from worlds import states_for
 
 import ecckpt
-from ecckpt import errors, wire
+from ecckpt import agents, errors, joining, rendezvous, wire
+from ecckpt.agent import node
+from ecckpt.config import NodeConfig
 from ecckpt.fragment import HOME
+from ecckpt.generation import ShardId
 from ecckpt.testing import LocalCluster
 
 STORE = """
@@ -56,13 +60,51 @@ def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
         }
         sources = tuple(wire.Sources(index, (address[held[index]],)) for index in sorted(held))
         (header,) = cluster.client("n5").inventory("test").headers[:1]
-        message = wire.Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 8.0)
+        message = wire.Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 5.0)
         with stopped(cluster.pid(held[0])):
             fetched = cluster.client("n5").fetch(message)
         with Path(fetched.slot.path).open("rb") as file:
             file.seek(fetched.slot.payload_offset)
             assert file.read(len(shard)) == shard
         assert any(address[held[0]] in problem for problem in fetched.problems)
+
+
+def test_ranks_wait_for_a_session_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SESSION_TIMEOUT_S", 0.2)
+    with pytest.raises(errors.RankTimeout, match="session"):
+        rendezvous.meet(dist.HashStore(), rank=1, world_size=2)
+
+
+def test_ranks_wait_for_each_other_to_join_only_so_long(
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_JOIN_TIMEOUT_S", 0.5)
+    with pytest.raises(errors.RankTimeout, match=r"join.*\b1\b"):
+        ecckpt.Checkpointer(
+            "test", root=cluster1.root("n0"), store=dist.HashStore(), rank=0, world_size=2
+        )
+
+
+def test_a_new_agent_is_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_START_TIMEOUT_S", 0.3)
+    process = agents.start(NodeConfig(tmp_path, "n0", "n0", "127.0.0.1:0", None))
+    try:
+        with stopped(process.pid), pytest.raises(errors.AgentUnreachable, match=r"within 0\.3 s"):
+            agents.await_agent(agents.local_client(tmp_path), tmp_path / "log", process=process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_nobody_watches_for_longer_than_the_agent_lets_him(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "_WAIT_LIMIT_S", 0.2)
+    agent = node.Agent(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
+    shard = ShardId("test", generation(), 0)
+    assert agent.watch(wire.Watch(shard, "unknown", False, 1e6)).state == "unknown"
 
 
 @pytest.mark.long
