@@ -387,7 +387,10 @@ class Checkpointer:
 
     def _as_it_was(self) -> NodeConfig:
         home = self._cluster.home
-        return replace(self._node, node=home.node, domain=home.domain, listen=home.address)
+        disk = self._cluster.disk
+        return replace(
+            self._node, node=home.node, domain=home.domain, listen=home.address, disk=disk
+        )
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
 

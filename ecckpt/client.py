@@ -172,6 +172,12 @@ class AgentClient:
         timeout_s = self.timeout_s + 2 * header.file_bytes / rate
         return self._post(wire.Verified, message.shard.run, "verify", message, timeout_s=timeout_s)
 
+    def repair(self, message: wire.Repair) -> None:
+        """Have it bring a shard to its node, if it is not there, and spread what is missing."""
+        timeout_s = self.timeout_s + message.timeout_s
+        run = message.header.shard.run
+        self._post(wire.Done, run, "repair", message, timeout_s=timeout_s)
+
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""
         self._post(wire.Done, message.run, "fence", message)

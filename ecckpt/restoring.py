@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ecckpt import wire
@@ -149,11 +150,13 @@ class Wanted:
 class Cluster:
     """Who takes part: this rank's agent, all nodes, and where fragments go.
 
-    ``homes`` is each rank's node; only rank 0 knows it.
+    ``homes`` is each rank's node; only rank 0 knows it. ``disk`` is what this node's agent was
+    started with as ``--disk``.
     """
 
     run: str
     home: wire.NodeInfo
+    disk: Path | None
     agent: AgentClient
     peers: Mapping[str, AgentClient]
     placement: Placement

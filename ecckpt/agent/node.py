@@ -54,6 +54,7 @@ class Agent:
     ) -> None:
         self.shelf = Shelf(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
@@ -116,6 +117,35 @@ class Agent:
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
+
+    def repair(self, message: wire.Repair) -> wire.Done:
+        """Bring the shard here, if it is not, and have what is missing held; that goes on."""
+        header, run = message.header, message.header.shard.run
+        with self._changed:
+            home = self.core.ledgers.look(run).find(header.shard, HOME)
+        if home is None or home.table is None:
+            self.fetch(
+                wire.Fetch(
+                    header,
+                    message.writer,
+                    message.sources,
+                    message.memory_bytes,
+                    message.timeout_s,
+                )
+            )
+        if not message.targets:
+            return wire.Done()
+        return self.protect(
+            wire.Protect(
+                shard=header.shard,
+                writer=message.writer,
+                targets=message.targets,
+                min_fragments=0,
+                memory_bytes=message.memory_bytes,
+                timeout_s=message.timeout_s,
+                discard=(),
+            )
+        )
 
     def store(self, message: wire.Store) -> wire.Stored:
         """Write a generation to disk, behind all else, or tell how far that is."""
@@ -211,7 +241,7 @@ class Agent:
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
-            "disk": {"folder": str(self._disk.folder) if self._disk else "", "problem": problem},
+            "disk": {"folder": self._disk_folder, "problem": problem},
             "runs": {run: self._run_status(run) for run in runs},
         }
 
