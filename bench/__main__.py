@@ -1,8 +1,8 @@
 """All benches, one after another: ``python -m bench [--quick] [--record]``.
 
-Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with all
-that they measured is appended to ``bench/results.jsonl``, and the charts in ``docs/`` are drawn anew
-(bench/chart.py). Run it on a machine with nothing else to do; it takes about ten minutes.
+Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with
+all that they measured is appended to ``bench/results.jsonl``, and the charts in ``docs/`` are drawn
+anew (bench/chart.py). For a machine with nothing else to do; it takes about ten minutes.
 """
 
 from __future__ import annotations
