@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Brought:
-    """A shard that is here, proven, and what that cost; ``load`` restores it, once it is checked."""
+    """A shard that is here, proven, and what that cost; ``load`` restores it, once checked."""
 
     shard: Shard
     source: str
