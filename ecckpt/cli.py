@@ -67,6 +67,15 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MB",
         help="how fast files on disk are checked, all the time (default: 10; 0: not)",
     )
+    agent.add_argument("--cpus", default=node.cpus, help="to run on, such as 0-3,8 (default: all)")
+    agent.add_argument("--nice", type=int, default=node.nice, help="0 to 19 (default: 0)")
+    agent.add_argument(
+        "--pull-mb-s",
+        type=float,
+        default=node.pull_mb_s,
+        metavar="MB",
+        help="how fast it takes fragments of its peers' saves (default: 0, no limit)",
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -87,6 +96,13 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument("--token-file", type=Path, default=node.token_file)
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(act=_verify)
+    repair = commands.add_parser("repair", help="make again what nodes lack of a run")
+    repair.add_argument("run")
+    repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    repair.add_argument("--memory-bytes", type=_bytes, default=0, help="the run's budget on a node")
+    repair.add_argument("--token-file", type=Path, default=node.token_file)
+    repair.add_argument("--json", action="store_true")
+    repair.set_defaults(act=_repair)
     plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
     plan.add_argument("run")
     plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
@@ -184,6 +200,7 @@ def _agent(arguments: argparse.Namespace) -> int:
         local_client(arguments.root).shutdown()
         return 0
     from ecckpt.agent.daemon import AlreadyRunning, run_agent
+    from ecckpt.agent.manners import Manners
 
     prefer(arguments.engine)
     try:
@@ -195,6 +212,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             token=read_token(arguments.token_file),
             disk=arguments.disk,
             scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
+            manners=Manners(arguments.cpus, arguments.nice, arguments.pull_mb_s * 1e6),
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.
@@ -260,6 +278,25 @@ def _verify(arguments: argparse.Namespace) -> int:
     if all(each.silent for each in checked):
         return 2
     return 1 if any(each.bad or each.silent for each in checked) else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.repairing import repair_run
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    done = repair_run(arguments.run, agents, memory_bytes=arguments.memory_bytes)
+    if arguments.json:
+        print(json.dumps(asdict(done) | {"generation": str(done.generation)}))
+    else:
+        print(
+            f"{done.generation}: {done.fragments} fragments to make again, {done.homes} shards "
+            f"decoded; survived {done.margin_before} more node losses, now {done.margin}"
+        )
+        for problem in done.problems:
+            print(f"  {problem}")
+    return 0 if done.complete and not done.problems else 1
 
 
 def _plan_restore(arguments: argparse.Namespace) -> int:

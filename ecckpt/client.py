@@ -86,11 +86,26 @@ class AgentClient:
         return parse_table(body, header, f"{header.shard} from {self.address}")
 
     def pull_fragment(
-        self, shard: ShardId, index: int, target: memoryview, *, offset: int = 0, timeout_s: float
+        self,
+        shard: ShardId,
+        index: int,
+        target: memoryview,
+        *,
+        offset: int = 0,
+        timeout_s: float,
+        pace: http.Take | None = None,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified."""
         path = f"{shard_path(shard)}/fragments/{index}"
-        http.pull(self.address, path, target, offset=offset, token=self.token, timeout_s=timeout_s)
+        http.pull(
+            self.address,
+            path,
+            target,
+            offset=offset,
+            token=self.token,
+            timeout_s=timeout_s,
+            pace=pace,
+        )
 
     def trace(self, run: str) -> wire.Trace:
         """Where time went in saves and restores of a run on that node."""
@@ -156,6 +171,12 @@ class AgentClient:
         rate = min(message.bytes_per_s or _READ_BYTES_PER_S, _READ_BYTES_PER_S)
         timeout_s = self.timeout_s + 2 * header.file_bytes / rate
         return self._post(wire.Verified, message.shard.run, "verify", message, timeout_s=timeout_s)
+
+    def repair(self, message: wire.Repair) -> None:
+        """Have it bring a shard to its node, if it is not there, and spread what is missing."""
+        timeout_s = self.timeout_s + message.timeout_s
+        run = message.header.shard.run
+        self._post(wire.Done, run, "repair", message, timeout_s=timeout_s)
 
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""

@@ -327,6 +327,21 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
+class Repair:
+    """Have the targets hold their fragments of a shard: from the home copy here, or fetch it first.
+
+    The fields are those of ``Fetch`` and ``Protect``.
+    """
+
+    header: Header
+    writer: int
+    sources: tuple[Sources, ...]
+    targets: tuple[Target, ...]
+    memory_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The empty answer."""
 

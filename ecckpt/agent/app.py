@@ -88,6 +88,7 @@ class Application:
             "store": (wire.Store, agent.store),
             "retain": (wire.Retain, agent.retain),
             "verify": (wire.Verify, agent.verify),
+            "repair": (wire.Repair, agent.repair),
         }
         self._local_verbs: dict[str, tuple[type, Callable[[Any], object]]] = {
             "reserve": (wire.Reserve, agent.reserve),

@@ -17,6 +17,7 @@ from ecckpt.agent.coding import (
     rebuild,
 )
 from ecckpt.agent.gathering import Gathering
+from ecckpt.agent.pace import pace_of
 from ecckpt.blocks import span_of
 from ecckpt.client import peer_client
 from ecckpt.errors import EcckptError, TooFewFragments
@@ -27,10 +28,15 @@ _PARALLEL_PULLS = 8
 
 
 class Network:
-    """Requests to other agents, in the thread of whoever calls; ``token`` is their credential."""
+    """Requests to other agents, in the thread of whoever calls; ``token`` is their credential.
 
-    def __init__(self, token: str, tracer: Tracer) -> None:
+    With ``pull_bytes_per_s``, fragments of others' saves come no faster than that, all together. A
+    shard that somebody waits for comes as fast as it can.
+    """
+
+    def __init__(self, token: str, tracer: Tracer, *, pull_bytes_per_s: float = 0.0) -> None:
         self._token = token
+        self._pace = pace_of(pull_bytes_per_s) if pull_bytes_per_s else None
         self._tracer = tracer
 
     def post(self, action: Post) -> None:
@@ -50,7 +56,7 @@ class Network:
         client = peer_client(message.source, self._token)
         shard, index = header.shard, header.index
         with self._tracer.span("pull", shard, index):
-            client.pull_fragment(shard, index, view, timeout_s=message.timeout_s)
+            client.pull_fragment(shard, index, view, timeout_s=message.timeout_s, pace=self._pace)
         with self._tracer.span("verify", shard, index):
             return len(bad_blocks(header, index, view, taking.table))
 

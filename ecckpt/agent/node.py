@@ -15,8 +15,9 @@ from ecckpt.agent.disk import Disk
 from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
 from ecckpt.agent.network import Network
+from ecckpt.agent.pace import Pace, pace_of
 from ecckpt.agent.shelf import Shelf
-from ecckpt.agent.verify import Blocks, Pace, Scrub, check_entry, check_file, pace_of
+from ecckpt.agent.verify import Blocks, Scrub, check_entry, check_file
 from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
@@ -34,7 +35,8 @@ class Agent:
 
     Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
     ``disk_problem`` says why the disk that it should have cannot be used. What is on disk is read
-    again and again at ``scrub_bytes_per_s``, unless that is 0.
+    again and again at ``scrub_bytes_per_s``, unless that is 0; fragments to hold are pulled no
+    faster than ``pull_bytes_per_s``, unless that is 0.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class Agent:
         disk: Path | None = None,
         disk_problem: str = "",
         scrub_bytes_per_s: float = 0.0,
+        pull_bytes_per_s: float = 0.0,
     ) -> None:
         self.shelf = Shelf(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
@@ -62,7 +66,7 @@ class Agent:
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
         self._tracer, self._ranks_tracer = Tracer(), Tracer()
-        network = Network(token, self._tracer)
+        network = Network(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
         self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
@@ -113,6 +117,35 @@ class Agent:
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
+
+    def repair(self, message: wire.Repair) -> wire.Done:
+        """Bring the shard here, if it is not, and have what is missing held; that goes on."""
+        header, run = message.header, message.header.shard.run
+        with self._changed:
+            home = self.core.ledgers.look(run).find(header.shard, HOME)
+        if home is None or home.table is None:
+            self.fetch(
+                wire.Fetch(
+                    header,
+                    message.writer,
+                    message.sources,
+                    message.memory_bytes,
+                    message.timeout_s,
+                )
+            )
+        if not message.targets:
+            return wire.Done()
+        return self.protect(
+            wire.Protect(
+                shard=header.shard,
+                writer=message.writer,
+                targets=message.targets,
+                min_fragments=0,
+                memory_bytes=message.memory_bytes,
+                timeout_s=message.timeout_s,
+                discard=(),
+            )
+        )
 
     def store(self, message: wire.Store) -> wire.Stored:
         """Write a generation to disk, behind all else, or tell how far that is."""
@@ -208,7 +241,7 @@ class Agent:
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
-            "disk": {"folder": str(self._disk.folder) if self._disk else "", "problem": problem},
+            "disk": {"folder": self._disk_folder, "problem": problem},
             "runs": {run: self._run_status(run) for run in runs},
         }
 
