@@ -20,6 +20,7 @@ from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
 from ecckpt.errors import AgentUnreachable, CorruptFragment, EcckptError, TooFewFragments
 from ecckpt.ordering import ShardSources
+from ecckpt.transport.http import patience
 
 _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
@@ -171,8 +172,14 @@ class ShardReader:
     def _pull_rows(self, node: str, index: int, rows: slice) -> int:
         header, span = self._header, span_of(self._header, rows)
         view = self._views[index][span]
+        left_s = self._peers.left_s()
         self._peers.clients[node].pull_fragment(
-            header.shard, index, view, offset=span.start, timeout_s=self._peers.left_s()
+            header.shard,
+            index,
+            view,
+            offset=span.start,
+            timeout_s=left_s,
+            patience_s=patience(left_s),
         )
         bad = self._codec.verify({index: view}, self._table[:, rows], header.block_bytes)
         fine = np.ones(rows.stop - rows.start, dtype=bool)
