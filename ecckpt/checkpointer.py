@@ -9,6 +9,7 @@ through and commits.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -31,20 +32,22 @@ from ecckpt.errors import (
     UnsupportedState,
     WrongOrder,
 )
-from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.fragment import HOME, Header, block_bytes_for, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.joining import join
 from ecckpt.native import prefer
+from ecckpt.ordering import Order, Wanted
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
-from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
+from ecckpt.restoring import Found, Restored, Restorer
 from ecckpt.retention import Keep
-from ecckpt.saving import Following, SaveHandle, Watcher
+from ecckpt.saving import COMMIT_TIMEOUT_S, Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
 from ecckpt.state import Replicas, ShardPlan, plan_shard
 from ecckpt.storing import Disks, Storer
+from ecckpt.tracing import Moment, Tracer, moment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -53,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
+_SPANS_TIMEOUT_S = 2.0
 
 
 class Checkpointer:
@@ -90,6 +94,16 @@ class Checkpointer:
         InvalidCode, InvalidConfig, TooFewNodes, DuplicateNode, AgentUnreachable, AgentMismatch,
         VersionMismatch, RankTimeout: on all ranks alike.
     """
+
+    _restores = 0
+    _timeline: int | None = None
+    _parent: Generation | None = None
+    _plan: ShardPlan | None = None
+    _latest: SaveHandle | None = None
+    _ticket: Ticket | None = None
+    _last_step: int | None = None
+    _in_flight: SaveHandle | None = None
+    _closed = False
 
     def __init__(
         self,
@@ -133,22 +147,14 @@ class Checkpointer:
             meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
+        self._tracer = Tracer()
         peers, agent = self._cluster.peers, self._cluster.agent
         # Rank 0 decides for all; on others it is never begun.
         storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
         self._reserver = Reserver(agent, self._slots, self._revive_agent)
         self._watcher = Watcher(meeting, agent, list(peers.values()), committed=storer.committed)
-        self._restores = 0
-        self._timeline: int | None = None
-        self._parent: Generation | None = None
-        self._plan: ShardPlan | None = None
         self._replicas = Replicas(self._config.replicated, meeting.rank, meeting.world_size)
-        self._latest: SaveHandle | None = None
-        self._ticket: Ticket | None = None
-        self._last_step: int | None = None
-        self._in_flight: SaveHandle | None = None
         self._given_up: list[Generation] = []
-        self._closed = False
         atexit.register(self.close)
 
     @property
@@ -249,13 +255,17 @@ class Checkpointer:
         self._ticket = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
-        plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
+        with self._tracer.span("plan", shard):
+            plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
         header = self._header(shard, plan.shard_bytes)
-        slot = self._reserver.take(self._wish(header))
-        payload = self._slots.payload(slot, header.payload_bytes)
-        plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
-        # A recycled slot holds an older shard; what lies beyond this one is coded too.
-        payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
+        with self._tracer.span("slot", shard):
+            slot = self._reserver.take(self._wish(header))
+            payload = self._slots.payload(slot, header.payload_bytes)
+        with self._tracer.span("copy", shard):
+            plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
+            # A recycled slot holds an older shard; what lies beyond this one is coded too.
+            payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
+        staged = moment()
         handle.shard_bytes = plan.shard_bytes
         handle.mark_staged()
         self._plan = plan
@@ -274,9 +284,15 @@ class Checkpointer:
                 start,
                 counted=True,
                 claim=plan.claim,
-                ended=lambda error: self._ended(header, error),
+                ended=lambda error: self._ended(header, staged, error),
             )
         )
+
+    def _send_spans(self) -> None:
+        """Leave it with the agent where time went; called in the background."""
+        with contextlib.suppress(EcckptError, OSError):  # a look that is missing hurts nobody
+            agent = replace(self._cluster.agent, timeout_s=_SPANS_TIMEOUT_S)
+            agent.spans(wire.Spans(self._config.run, self._tracer.take()))
 
     def _wish(self, header: Header) -> wire.Reserve:
         return wire.Reserve(
@@ -287,11 +303,13 @@ class Checkpointer:
             discard=tuple(self._given_up),
         )
 
-    def _ended(self, header: Header, error: EcckptError | None) -> None:
+    def _ended(self, header: Header, staged: Moment, error: EcckptError | None) -> None:
         """A save has committed or failed: have a slot for the next, which will be about as large.
 
         Called by the watcher's thread, while the handle still keeps ``save`` from going on.
         """
+        self._tracer.since(staged, "protect and commit", header.shard)
+        self._watcher.call(self._send_spans)
         if header.shard.generation.timeline != self._timeline:
             return
         if error is None:
@@ -310,7 +328,7 @@ class Checkpointer:
             m=code.m,
             shard_bytes=shard_bytes,
             fragment_bytes=fragment_bytes_for(shard_bytes, code.k),
-            block_bytes=BLOCK_BYTES,
+            block_bytes=block_bytes_for(shard_bytes),
             home=self._cluster.home.node,
             parent=self._parent,
             created_unix_s=int(time.time()),
@@ -370,7 +388,10 @@ class Checkpointer:
 
     def _as_it_was(self) -> NodeConfig:
         home = self._cluster.home
-        return replace(self._node, node=home.node, domain=home.domain, listen=home.address)
+        disk = self._cluster.disk
+        return replace(
+            self._node, node=home.node, domain=home.domain, listen=home.address, disk=disk
+        )
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
 
@@ -382,6 +403,7 @@ class Checkpointer:
         """
         generation = Generation(self._check_order(step), step, self._meeting.session)
         self._await_previous()
+        self._reserver.settle()
         self._latest, self._last_step = None, step
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         self._ticket = Ticket(
@@ -394,6 +416,10 @@ class Checkpointer:
             timeout_s=self._config.save_timeout_s,
         )
         return self._ticket
+
+    def stage(self, ticket: Ticket, plan: ShardPlan) -> None:
+        """``ticket.stage`` in this process, where slots are mapped already."""
+        ticket.stage(plan, self._slots)
 
     def find(self, *, step: int | None = None) -> Found | None:
         """Begin a new timeline, and say what there is to continue from: the newest, or ``step``.
@@ -456,6 +482,7 @@ class Checkpointer:
             state, Wanted(step, generation), required=resume == "required"
         )
         self._begin(order, restorer)
+        self._watcher.call(self._send_spans)
         if restored is not None:
             self._parent = restored.generation
             self._protect_again(order, restored)
@@ -470,11 +497,12 @@ class Checkpointer:
             number=self._restores,
             after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
+            tracer=self._tracer,
         )
 
     def _begin(self, order: Order, restorer: Restorer) -> None:
         self._timeline = order.timeline
-        self._storer.begin(order.timeline, restorer.stored, restorer.roll_backs)
+        self._storer.begin(order.timeline, restorer.leader.stored, restorer.leader.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
 
@@ -496,7 +524,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until the last save is committed or has failed, and let everything go.
 
-        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``.
+        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``. Where the
+        ranks' store hangs, it returns after twice that, and the save has failed here.
 
         The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
         error of the last save is raised.
@@ -505,14 +534,20 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._watcher.close()
-        if self._meeting.rank == 0:
+        settled = self._watcher.close(self._patience_s())
+        if not settled and self._latest is not None:
+            self._latest.finish(SaveTimedOut("the store of the ranks does not answer"))
+        if settled and self._meeting.rank == 0:
             self._settle_ticket()  # for the disks
         self._storer.close(self._config.save_timeout_s)
         self._reserver.close()
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
             raise self._latest.error
+
+    def _patience_s(self) -> float:
+        """More than a last save, a re-protection and telling all agents of it may take."""
+        return 2 * self._config.save_timeout_s + COMMIT_TIMEOUT_S * (len(self._cluster.peers) + 1)
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from ecckpt.native import prefer
 
 if TYPE_CHECKING:
     from ecckpt.exporting import Exported
+    from ecckpt.importing import Imported
     from ecckpt.integrations.dcp_directory import ExportedDcp
     from ecckpt.opening import Opened
 
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_agent(commands)
     _add_looks(commands)
+    _add_trace(commands)
     _add_exchange(commands)
     _add_demo(commands)
     _add_simulate(commands)
@@ -59,6 +61,22 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument(
         "--disk", type=Path, default=node.disk, help="folder on disk (default: none)"
     )
+    agent.add_argument(
+        "--scrub-mb-s",
+        type=float,
+        default=10.0,
+        metavar="MB",
+        help="how fast files on disk are checked, all the time (default: 10; 0: not)",
+    )
+    agent.add_argument("--cpus", default=node.cpus, help="to run on, such as 0-3,8 (default: all)")
+    agent.add_argument("--nice", type=int, default=node.nice, help="0 to 19 (default: 0)")
+    agent.add_argument(
+        "--pull-mb-s",
+        type=float,
+        default=node.pull_mb_s,
+        metavar="MB",
+        help="how fast it takes fragments of its peers' saves (default: 0, no limit)",
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -69,6 +87,23 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     status.add_argument("--root", type=Path, default=node.root)
     status.add_argument("--json", action="store_true")
     status.set_defaults(act=_status)
+    verify = commands.add_parser("verify", help="check every block that agents hold of a run")
+    verify.add_argument("run")
+    verify.add_argument("agents", nargs="*", metavar="HOST:PORT", help="(default: that of --root)")
+    verify.add_argument("--root", type=Path, default=node.root)
+    verify.add_argument(
+        "--max-mb-s", type=float, default=0, metavar="MB", help="read by each agent"
+    )
+    verify.add_argument("--token-file", type=Path, default=node.token_file)
+    verify.add_argument("--json", action="store_true")
+    verify.set_defaults(act=_verify)
+    repair = commands.add_parser("repair", help="make again what nodes lack of a run")
+    repair.add_argument("run")
+    repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    repair.add_argument("--memory-bytes", type=_bytes, default=0, help="the run's budget on a node")
+    repair.add_argument("--token-file", type=Path, default=node.token_file)
+    repair.add_argument("--json", action="store_true")
+    repair.set_defaults(act=_repair)
     plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
     plan.add_argument("run")
     plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
@@ -79,6 +114,18 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    node = NodeConfig.from_environment()
+    trace = commands.add_parser(
+        "trace", help="where the last saves and restores spent their time, for Perfetto"
+    )
+    trace.add_argument("run")
+    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    trace.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    trace.add_argument("--token-file", type=Path, default=node.token_file)
+    trace.set_defaults(act=_trace)
 
 
 def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,7 +150,7 @@ def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     export.add_argument("--token-file", type=Path, default=node.token_file)
     export.add_argument("--json", action="store_true")
     export.set_defaults(act=_export)
-    take = commands.add_parser("import", help="save a folder of safetensors files as a new run")
+    take = commands.add_parser("import", help="save a folder of weights or of DCP as a new run")
     take.add_argument("run")
     take.add_argument("folder", type=Path, metavar="DIR")
     take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
@@ -177,6 +224,7 @@ def _agent(arguments: argparse.Namespace) -> int:
         local_client(arguments.root).shutdown()
         return 0
     from ecckpt.agent.daemon import AlreadyRunning, run_agent
+    from ecckpt.agent.manners import Manners
 
     prefer(arguments.engine)
     try:
@@ -187,6 +235,8 @@ def _agent(arguments: argparse.Namespace) -> int:
             listen=arguments.listen,
             token=read_token(arguments.token_file),
             disk=arguments.disk,
+            scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
+            manners=Manners(arguments.cpus, arguments.nice, arguments.pull_mb_s * 1e6),
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.
@@ -226,6 +276,51 @@ def _print_disk(facts: dict[str, Any]) -> None:
         )
     for problem in facts["disk_problems"]:
         print(f"    not on disk: {problem}")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ecckpt.agents import local_client
+    from ecckpt.checking import verify_run
+    from ecckpt.client import AgentClient
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    checked = verify_run(
+        arguments.run,
+        agents or [local_client(arguments.root)],
+        bytes_per_s=int(arguments.max_mb_s * 1e6),
+    )
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in checked]))
+    else:
+        for each in checked:
+            print(
+                f"{each.node}: {each.silent or f'{each.files} files, {each.total_bytes:,} bytes'}"
+            )
+            for line in each.bad:
+                print(f"  {line}")
+    if all(each.silent for each in checked):
+        return 2
+    return 1 if any(each.bad or each.silent for each in checked) else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.repairing import repair_run
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    done = repair_run(arguments.run, agents, memory_bytes=arguments.memory_bytes)
+    if arguments.json:
+        print(json.dumps(asdict(done) | {"generation": str(done.generation)}))
+    else:
+        print(
+            f"{done.generation}: {done.fragments} fragments to make again, {done.homes} shards "
+            f"decoded; survived {done.margin_before} more node losses, now {done.margin}"
+        )
+        for problem in done.problems:
+            print(f"  {problem}")
+    return 0 if done.complete and not done.problems else 1
 
 
 def _plan_restore(arguments: argparse.Namespace) -> int:
@@ -269,6 +364,29 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
 
 
+def _trace(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.tracing import chrome_trace
+
+    token = read_token(arguments.token_file)
+    traces = []
+    for address in arguments.agents:
+        try:
+            traces.append(AgentClient(address, token).trace(arguments.run))
+        except AgentUnreachable as error:
+            print(f"no answer: {error}", file=sys.stderr)
+    if not traces:
+        return 2
+    text = json.dumps(chrome_trace(traces))
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text)
+        spans = sum(len(trace.ranks) + len(trace.agent) for trace in traces)
+        print(f"{spans} spans of {len(traces)} nodes: {arguments.out}")
+    return 0 if len(traces) == len(arguments.agents) else 1
+
+
 def _export(arguments: argparse.Namespace) -> int:
     kind, folder = arguments.to
     if kind not in ("safetensors", "dcp"):
@@ -308,16 +426,7 @@ def _export_to(
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from ecckpt.importing import import_safetensors
-
-    done = import_safetensors(
-        arguments.run,
-        arguments.folder,
-        root=arguments.root,
-        agents=arguments.agents,
-        step=arguments.step,
-        ties=dict(arguments.tie),
-    )
+    done = _import_from(arguments)
     if arguments.json:
         print(json.dumps(asdict(done)))
     else:
@@ -326,6 +435,20 @@ def _import(arguments: argparse.Namespace) -> int:
             f"of run {done.run}: {done.promise}"
         )
     return 0
+
+
+def _import_from(arguments: argparse.Namespace) -> Imported:
+    run, folder, ties = arguments.run, arguments.folder, dict(arguments.tie)
+    root, agents, step = arguments.root, arguments.agents, arguments.step
+    if not (folder / ".metadata").exists():  # DCP's
+        from ecckpt.importing import import_safetensors
+
+        return import_safetensors(run, folder, root=root, agents=agents, step=step, ties=ties)
+    if ties:
+        raise InvalidConfig("--tie: DCP's folders have every name")
+    from ecckpt.integrations.dcp_import import import_dcp
+
+    return import_dcp(run, folder, root=root, agents=agents, step=step)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

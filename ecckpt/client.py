@@ -19,6 +19,7 @@ from ecckpt.transport.http import split_address
 
 T = TypeVar("T")
 
+_READ_BYTES_PER_S = 20e6  # of a disk that others use as well
 _FAULT_IN_BYTES_PER_S = 200e6  # a fifth of what fresh tmpfs pages were measured at
 
 
@@ -85,11 +86,39 @@ class AgentClient:
         return parse_table(body, header, f"{header.shard} from {self.address}")
 
     def pull_fragment(
-        self, shard: ShardId, index: int, target: memoryview, *, offset: int = 0, timeout_s: float
+        self,
+        shard: ShardId,
+        index: int,
+        target: memoryview,
+        *,
+        offset: int = 0,
+        timeout_s: float,
+        patience_s: float = http.IDLE_TIMEOUT_S,
+        pace: http.Take | None = None,
     ) -> None:
-        """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified."""
+        """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
+
+        Raises ``AgentUnreachable`` if nothing comes for ``patience_s``.
+        """
         path = f"{shard_path(shard)}/fragments/{index}"
-        http.pull(self.address, path, target, offset=offset, token=self.token, timeout_s=timeout_s)
+        http.pull(
+            self.address,
+            path,
+            target,
+            offset=offset,
+            token=self.token,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+            pace=pace,
+        )
+
+    def trace(self, run: str) -> wire.Trace:
+        """Where time went in saves and restores of a run on that node."""
+        return self._get(wire.Trace, f"/v1/runs/{quote(run)}/trace")
+
+    def spans(self, message: wire.Spans) -> None:
+        """Tell where a rank's time went (only to the agent of its own node)."""
+        self._post(wire.Done, message.run, "spans", message)
 
     def reserve(self, message: wire.Reserve) -> wire.Slot:
         """A slot to stage a shard in (only on the agent's own node).
@@ -141,6 +170,18 @@ class AgentClient:
     def retain(self, message: wire.Retain) -> None:
         """Tell it which generations are on disk everywhere and stay."""
         self._post(wire.Done, message.run, "retain", message)
+
+    def verify(self, message: wire.Verify, header: Header) -> wire.Verified:
+        """Have it check a file that it has; takes as long as reading it does."""
+        rate = min(message.bytes_per_s or _READ_BYTES_PER_S, _READ_BYTES_PER_S)
+        timeout_s = self.timeout_s + 2 * header.file_bytes / rate
+        return self._post(wire.Verified, message.shard.run, "verify", message, timeout_s=timeout_s)
+
+    def repair(self, message: wire.Repair) -> None:
+        """Have it bring a shard to its node, if it is not there, and spread what is missing."""
+        timeout_s = self.timeout_s + message.timeout_s
+        run = message.header.shard.run
+        self._post(wire.Done, run, "repair", message, timeout_s=timeout_s)
 
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""

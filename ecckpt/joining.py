@@ -6,15 +6,16 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ecckpt import wire
 from ecckpt.agents import check_reachable, find_or_start, local_client
 from ecckpt.client import AgentClient
+from ecckpt.cluster import Cluster
 from ecckpt.config import ClusterConfig, NodeConfig
 from ecckpt.errors import AgentUnreachable, DuplicateNode, EcckptError, InvalidConfig
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.rendezvous import Meeting
-from ecckpt.restoring import Cluster
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def join(
     cluster = Cluster(
         run=config.run,
         home=info,
+        disk=_disk_of(local_client(node.root)),
         agent=local_client(node.root),
         peers={each.node: AgentClient(each.address, token) for each in roster.nodes},
         placement=placement,
@@ -79,6 +81,12 @@ def join(
         memory_bytes=memory_bytes,
     )
     return cluster, roster.local_ranks
+
+
+def _disk_of(agent: AgentClient) -> Path | None:
+    """The folder that a new agent of this node would have to be given."""
+    folder = agent.status()["disk"]["folder"]
+    return Path(folder).parent if folder else None
 
 
 def _meet(

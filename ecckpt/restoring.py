@@ -8,8 +8,9 @@ plan -> an order for each rank  ------>  bring the shard home, prove every block
 all fine?                       <------  outcome
 go, or refuse this generation   ------>  load, or wait for the next order
 
-Where another number of ranks saved, or a rank finds its DTensors cut in another way, the order
-names all shards instead, and every rank makes its own from them (resharding.py).
+Rank 0's part is in leading.py, what it goes by in ordering.py. Where another number of ranks saved,
+or a rank finds its DTensors cut in another way, the order names all shards instead, and every rank
+makes its own from them (resharding.py).
 """
 
 from __future__ import annotations
@@ -17,88 +18,46 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ecckpt import wire
-from ecckpt.client import AgentClient
+from ecckpt.cluster import Cluster
 from ecckpt.codec import Codec
-from ecckpt.collector import collector_paused
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     CorruptFragment,
     EcckptError,
-    Fenced,
     MemoryBudgetTooSmall,
-    NoRoomToRestore,
     NotHeld,
     NothingToRestore,
     StateMismatch,
     TmpfsFull,
 )
-from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack, in_force
-from ecckpt.ordering import Refusals, next_timeline, passes_over, way_home
-from ecckpt.placement import Placement
-from ecckpt.reading import Peers, ShardSources
-from ecckpt.recovery import (
-    GenerationReport,
-    Inventory,
-    RecoveryPlan,
-    ShardReport,
-    on_disk,
-    plan_recovery,
-)
+from ecckpt.leading import Leader
+from ecckpt.ordering import Order, Outcome, ShardSources, Wanted
+from ecckpt.reading import Peers
 from ecckpt.rendezvous import Meeting
 from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
 from ecckpt.slots import Slots
-from ecckpt.state import Shard, check, is_relaid, load, read_shard
+from ecckpt.state import Shard, check, is_relaid, read_shard
+from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What one rank shall do: bring this shard home from these sources; None: nothing is left.
-
-    With ``shards``, make one from these instead; ``header`` is then this rank's own of them, or,
-    if another number of ranks saved, the first.
-    """
-
-    timeline: int
-    header: Header | None
-    local: bool
-    sources: tuple[wire.Sources, ...]
-    repair: tuple[wire.Target, ...]
-    margin: int
-    rejected: Mapping[str, str]
-    shards: tuple[ShardSources, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How it went.
-
-    ok, bad (the bytes cannot be had or proven), room (there is none for them), mismatch (they do
-    not fit) or relaid (they do, but for DTensors that are cut in another way here).
-    """
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Brought:
-    """A shard that is here, proven, and what that cost."""
+    """A shard that is here, proven, and what that cost; ``load`` restores it, once checked."""
 
     shard: Shard
     source: str
     pulled_bytes: int = 0
     rebuilt_fragments: int = 0
     reseeded: tuple[str, ...] = ()
+    load: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,43 +84,6 @@ class Restored:
     reprotection: SaveHandle
     saved_by: int
     reseeded: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a restore was asked for by name; neither: the newest."""
-
-    step: int | None = None
-    generation: Generation | None = None
-
-    @property
-    def named(self) -> bool:
-        """Whether somebody chose: later restarts then do not go beyond it by themselves."""
-        return self.step is not None or self.generation is not None
-
-    @property
-    def hint(self) -> str:
-        """What to do where it cannot be had."""
-        if not self.named:
-            return "to start from scratch, give the run another name"
-        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
-        return f"{what} was asked for; ecckpt plan-restore lists what there is"
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Who takes part: this rank's agent, all nodes, and where fragments go.
-
-    ``homes`` is each rank's node; only rank 0 knows it.
-    """
-
-    run: str
-    home: wire.NodeInfo
-    agent: AgentClient
-    peers: Mapping[str, AgentClient]
-    placement: Placement
-    homes: tuple[str, ...]
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +115,10 @@ class Restorer:
         number: int,
         after: int,
         timeout_s: float,
+        tracer: Tracer,
     ) -> None:
         self._meeting = meeting
+        self._tracer = tracer
         self._cluster = cluster
         # A peer that hangs may use up part of a step's time, not all of it.
         self._patience_s = patience_s = min(10.0, timeout_s / 4)
@@ -204,16 +128,7 @@ class Restorer:
         self._slots = slots
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
-        self._refusals = Refusals()
-        self._asked_again = False
-        self._relaid: set[Generation] = set()
-        self._asking = ThreadPoolExecutor(32, thread_name_prefix="ask")
-        self._silent: dict[str, str] = {}
-        self._after = after
-        self._timeline = 0
-        # What rank 0 learns for those that it tells, and for its disks.
-        self.roll_backs: tuple[RollBack, ...] = ()
-        self.stored: tuple[Generation, ...] = ()
+        self.leader = Leader(cluster, self._peers, after=after)
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -223,7 +138,7 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
-        with self._asking:
+        with self.leader:
             return self._run(state, wanted, required=required)
 
     def _run(
@@ -231,6 +146,7 @@ class Restorer:
     ) -> tuple[Order, Restored | None]:
         started_s = time.monotonic()
         for attempt in range(1000):
+            began = moment()
             order = self._order(attempt, wanted)
             if order.header is None:
                 if order.rejected or required or wanted.named:
@@ -240,22 +156,32 @@ class Restorer:
                         hint=wanted.hint,
                     )
                 return order, None
+            shard = order.header.shard
+            self._tracer.since(began, "choose", shard)
             brought, outcome = self._prepare(order, state)
-            if self._verdict(attempt, order.header.shard.generation, outcome, wanted):
+            with self._tracer.span("agree", shard):
+                agreed = self._verdict(attempt, shard.generation, outcome, wanted)
+            if agreed:
                 assert brought is not None
-                load(state, brought.shard)
+                assert brought.load is not None
+                with self._tracer.span("load", shard):
+                    brought.load()
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
     def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
         """Choose, and leave the reading to somebody else: no bytes are looked at here."""
-        order = self._order(0, wanted, whole=True)
+        with self.leader:
+            return self._find(wanted)
+
+    def _find(self, wanted: Wanted) -> tuple[Order, Found | None]:
+        order = self._order(0, wanted, alike=True)
         if order.header is None:
             if order.rejected or wanted.named:
                 raise NothingToRestore(self._cluster.run, order.rejected)
             return order, None
         generation = order.header.shard.generation
-        assert self._verdict(0, generation, _Outcome("ok", ""), wanted)
+        self._verdict(0, generation, Outcome("ok", ""), wanted)
         return order, Found(
             generation,
             order.header.world_size,
@@ -266,130 +192,48 @@ class Restorer:
             0.8 * self._timeout_s,
         )
 
-    # -- rank 0 -----------------------------------------------------------------------------------
+    # -- between rank 0 and all -------------------------------------------------------------------
 
-    def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
-        @collector_paused()
+    def _order(self, attempt: int, wanted: Wanted, *, alike: bool = False) -> Order:
         def lead(_: list[bytes]) -> Sequence[bytes]:
-            if not self._timeline:
-                self._timeline = self._start_timeline()
-            plan = self._plan(wanted)
-            if self._silent and not self._asked_again and passes_over(plan):
-                self._ask_again()
-                plan = self._plan(wanted)
-            return [wire.pack(order) for order in self._orders(plan, whole=whole)]
+            return [wire.pack(order) for order in self.leader.order(wanted, alike=alike)]
 
-        answer = self._meeting.decide(
-            f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
-        )
+        tag = f"{self._tag}/{attempt}/order"
+        answer = self._meeting.decide(tag, b"", lead, timeout_s=self._timeout_s)
         return wire.unpack(Order, answer)
 
-    def _plan(self, wanted: Wanted) -> RecoveryPlan:
-        inventories = self._inventories()
-        plan = plan_recovery(
-            self._cluster.run,
-            inventories,
-            step=wanted.step,
-            generation=wanted.generation,
-            refused=self._refusals.refused,
-        )
-        self.roll_backs = plan.roll_backs
-        self.stored = on_disk(self._cluster.run, inventories)
-        return plan
+    def _verdict(
+        self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
+    ) -> bool:
+        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+            outcomes = [wire.unpack(Outcome, payload) for payload in payloads]
+            go = self.leader.judge(generation, outcomes, wanted)
+            return [b"go" if go else b""] * len(payloads)
 
-    def _ask_again(self) -> None:
-        """Agents that did not answer may have what is missing: they get one more chance."""
-        self._asked_again = True
-        self._silent.clear()
-        fence = wire.Fence(self._cluster.run, self._timeline, None, self.roll_backs)
-        self._each_peer(lambda peer: peer.fence(fence))
-
-    def _start_timeline(self) -> int:
-        """Fence first, look afterwards: no plan on what an older writer may still change."""
-        found = plan_recovery(self._cluster.run, self._inventories())
-        timeline = next_timeline(found, self._after)
-        fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
-        self._each_peer(lambda peer: peer.fence(fence))
-        return timeline
-
-    def _inventories(self) -> list[Inventory]:
-        return self._each_peer(lambda peer: peer.inventory(self._cluster.run))
-
-    def _each_peer(self, ask: Callable[[AgentClient], Any]) -> list[Any]:
-        """Answers of all agents; one that does not answer is not asked again in this restore.
-
-        ``Fenced`` by any of them is raised: a newer start of the run has begun meanwhile.
-        """
-        answers: list[Any] = []
-        peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        futures = {node: self._asking.submit(ask, peer) for node, peer in peers.items()}
-        for node, future in futures.items():
-            try:
-                answers.append(future.result())
-            except Fenced:
-                raise
-            except (EcckptError, OSError) as error:
-                self._silent[node] = str(error)
-                _log.warning("node %s: %s", node, error)
-        return answers
-
-    def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
-        world_size = self._meeting.world_size
-        refused = self._refusals.refused
-        rejected = {
-            name: next((why for each, why in refused.items() if str(each) == name), why)
-            for name, why in plan.rejected().items()
-        }
-        if plan.chosen is None:
-            rejected |= plan.ruins
-            rejected |= {f"node {node}": why for node, why in self._silent.items()}
-            nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
-            return [nothing] * world_size
-        if whole or plan.chosen.world_size != world_size:
-            return [self._order_to_reshape(plan.chosen, rejected)] * world_size
-        orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
-        if plan.chosen.generation in self._relaid:
-            shards = _sources_of(plan.chosen)
-            orders = [replace(order, shards=shards) for order in orders]
-        return orders
-
-    def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
-        address = {node: peer.address for node, peer in self._cluster.peers.items()}
-        home = self._cluster.homes[shard.rank]
-        way = way_home(shard, home, self._cluster.placement, address)
-        return Order(
-            self._timeline,
-            way.header,
-            way.local,
-            way.sources,
-            way.repair,
-            shard.margin,
-            rejected,
-            (),
-        )
-
-    def _order_to_reshape(self, chosen: GenerationReport, rejected: Mapping[str, str]) -> Order:
-        shards = _sources_of(chosen)
-        header, margin = shards[0].header, chosen.margin
-        return Order(self._timeline, header, False, (), (), margin, rejected, shards)
+        tag = f"{self._tag}/{attempt}/verdict"
+        answer = self._meeting.decide(tag, wire.pack(outcome), lead, timeout_s=self._timeout_s)
+        return answer == b"go"
 
     # -- every rank -------------------------------------------------------------------------------
 
-    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Brought | None, _Outcome]:
+    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Brought | None, Outcome]:
         rank = self._meeting.rank
         brought = None
         try:
-            brought = self._bring_shard(order, state)
-            check(state, brought.shard)
+            assert order.header is not None
+            with self._tracer.span("bring", order.header.shard):
+                brought = self._bring_shard(order, state)
+            with self._tracer.span("check", order.header.shard):
+                brought = replace(brought, load=check(state, brought.shard))
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
-            return None, _Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
+            return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
         except (MemoryBudgetTooSmall, TmpfsFull) as error:
-            return None, _Outcome("room", f"rank {rank}: {error}")
+            return None, Outcome("room", f"rank {rank}: {error}")
         except (EcckptError, OSError) as error:
             self._await_agent()
-            return None, _Outcome("bad", f"rank {rank}: {error}")
-        return brought, _Outcome("ok", "")
+            return None, Outcome("bad", f"rank {rank}: {error}")
+        return brought, Outcome("ok", "")
 
     def _await_agent(self) -> None:
         """If this node's agent is being restarted, be back with it at the next attempt."""
@@ -456,6 +300,10 @@ class Restorer:
 
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
+        with self._tracer.span("prove", slot.header.shard):
+            return self._proven_payload(slot)
+
+    def _proven_payload(self, slot: wire.Slot) -> memoryview:
         header = slot.header
         payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
         size_bytes = header.fragment_bytes
@@ -473,37 +321,6 @@ class Restorer:
                 f"fail their CRC32C, the first in fragment {bad[0][0]}, block {bad[0][1]}"
             )
         return payload
-
-    def _verdict(
-        self, attempt: int, generation: Generation, outcome: _Outcome, wanted: Wanted
-    ) -> bool:
-        def lead(payloads: list[bytes]) -> Sequence[bytes]:
-            outcomes = [wire.unpack(_Outcome, payload) for payload in payloads]
-            mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
-            if mismatches:
-                raise StateMismatch(mismatches)
-            room = [each.text for each in outcomes if each.kind == "room"]
-            if room:  # for an older one there would be none either
-                raise NoRoomToRestore(f"generation {generation}: {'; '.join(room[:4])}")
-            bad = [each.text for each in outcomes if each.kind == "bad"]
-            relaid = any(each.kind == "relaid" for each in outcomes)
-            if relaid:
-                self._relaid.add(generation)
-            if bad:
-                why = "; ".join(bad[:4])
-                what = "refused" if self._refusals.fail(generation, why) else "tried again"
-                _log.warning("generation %s is %s: %s", generation, what, why)
-            elif not relaid:
-                if wanted.named:
-                    went_back = RollBack(self._timeline, generation)
-                    self.roll_backs = in_force((*self.roll_backs, went_back))
-                fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
-                self._each_peer(lambda peer: peer.fence(fence))
-            return [b"" if bad or relaid else b"go"] * len(payloads)
-
-        tag = f"{self._tag}/{attempt}/verdict"
-        answer = self._meeting.decide(tag, wire.pack(outcome), lead, timeout_s=self._timeout_s)
-        return answer == b"go"
 
     def _restored(self, order: Order, brought: _Brought, started_s: float) -> Restored:
         assert order.header is not None
@@ -530,11 +347,3 @@ class Restorer:
             saved_by=order.header.world_size,
             reseeded=brought.reseeded,
         )
-
-
-def _sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
-    return tuple(
-        ShardSources(shard.header.at(HOME), shard.homes, shard.fragments)
-        for shard in chosen.shards
-        if shard.header is not None  # of a chosen generation, every shard has one
-    )

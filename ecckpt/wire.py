@@ -224,6 +224,35 @@ class Retain:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Check every block of a home copy (index -1) or fragment, in memory or on ``disk``.
+
+    At most ``bytes_per_s`` are read (0: as fast as it goes).
+    """
+
+    shard: ShardId
+    index: int
+    disk: bool
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block: which fragment's, and which row."""
+
+    index: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Blocks that fail their checksum, and what else is wrong with the file, if anything."""
+
+    bad: tuple[Block, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Refuse all writers of older timelines from now on.
 
@@ -264,6 +293,52 @@ class Fetched:
     pulled_bytes: int
     rebuilt_fragments: int
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One phase of a save or restore: when it began by the node's clock, and how long it took.
+
+    ``index`` is the fragment it was about, or -1.
+    """
+
+    name: str
+    shard: ShardId
+    index: int
+    began_unix_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A rank tells its node's agent where its time went."""
+
+    run: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where time went on one node: in its ranks and in its agent, the last few thousand spans."""
+
+    node: str
+    ranks: tuple[Span, ...]
+    agent: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Have the targets hold their fragments of a shard: from the home copy here, or fetch it first.
+
+    The fields are those of ``Fetch`` and ``Protect``.
+    """
+
+    header: Header
+    writer: int
+    sources: tuple[Sources, ...]
+    targets: tuple[Target, ...]
+    memory_bytes: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,7 @@ def test_a_restart_that_was_overtaken_hears_of_it(
 ) -> None:
     cluster1.client("n0").fence(wire.Fence("test", 5, None, ()))
     # As if the newer start had come between the look and the fence of this one.
-    monkeypatch.setattr("ecckpt.restoring.next_timeline", lambda *_: 3)
+    monkeypatch.setattr("ecckpt.leading.next_timeline", lambda *_: 3)
     with World(cluster1) as world, pytest.raises(errors.Fenced):
         world.restore(states_for(1, seed=1))
 
@@ -394,9 +394,9 @@ def test_an_agent_that_is_gone_is_started_again_as_the_node_it_was(
         for handle in handles:
             with pytest.raises(errors.EcckptError):
                 handle.wait(30)
-        # The library has started it; nobody else did.
+        # The library starts it; nobody else does. Until then saves fail, at once.
+        after = await_agent(cluster6.client("n2"), cluster6.root("n2") / "agent.log")
         assert all(handle.wait(30) for handle in world.save(3, states))
-        after = cluster6.client("n2").node()
         assert (after.node, after.address, after.instance) == (
             before.node,
             before.address,

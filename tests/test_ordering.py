@@ -1,9 +1,11 @@
 """What a restore does with a plan: timelines, ways home, and when it passes over something."""
 
+import pytest
 from builders import generation, header, inventory
 
+from ecckpt.errors import NoRoomToRestore, StateMismatch
 from ecckpt.fragment import HOME
-from ecckpt.ordering import Refusals, next_timeline, passes_over, way_home
+from ecckpt.ordering import Outcome, Refusals, judge, next_timeline, passes_over, way_home
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.recovery import plan_recovery
 
@@ -15,6 +17,20 @@ PLACEMENT = plan_placement([Node(node, node) for node in NODES], parse_code((3, 
 
 def kept(node, *indices, gen=NEW):
     return inventory(node, [header(index, gen=gen, world_size=1) for index in indices])
+
+
+def test_all_load_or_none():
+    fine, bad, relaid = Outcome("ok", ""), Outcome("bad", "late"), Outcome("relaid", "")
+    assert judge([fine, fine]).go
+    assert (judge([fine, bad]).go, judge([fine, bad]).failed) == (False, "late")
+    assert (judge([fine, relaid]).go, judge([fine, relaid]).relaid) == (False, True)
+    with pytest.raises(StateMismatch):
+        judge([bad, Outcome("mismatch", "a/b")])
+
+
+def test_no_room_is_no_reason_to_look_for_an_older_one():
+    with pytest.raises(NoRoomToRestore, match="rank 3"):
+        judge([Outcome("bad", "late"), Outcome("room", "rank 3: none")])
 
 
 def test_a_generation_is_refused_when_it_has_failed_twice():

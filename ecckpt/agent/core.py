@@ -204,7 +204,7 @@ class Core:
             case Write():
                 return self.storekeeper.written(action, result)
             case Record(run):
-                self.ledgers.of(run).recorded = result
+                return self.ledgers.recorded(run, result)
         return []  # files are gone
 
     def _remembered(self, run: str, notes: Notes, *, answers: bool) -> list[Action]:
@@ -244,6 +244,8 @@ class Core:
                 actions = [Refuse(error)]
             case Write():
                 actions = self.storekeeper.failed(action, error)
+            case Record(run):
+                actions = self.ledgers.recorded(run, None)
             case Post(message=wire.Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions

@@ -14,9 +14,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from ecckpt import wire
 from ecckpt.agent.actions import (
     Allocate,
     Answer,
@@ -26,8 +29,10 @@ from ecckpt.agent.actions import (
     Encode,
     Event,
     Failed,
+    Fetching,
     Finished,
     Gather,
+    Job,
     Large,
     Post,
     Pull,
@@ -40,6 +45,7 @@ from ecckpt.agent.actions import (
     Request,
     Seal,
     Small,
+    Taking,
     Wake,
     Warn,
     Write,
@@ -50,8 +56,15 @@ from ecckpt.agent.disk import Disk, Found, calm
 from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
-from ecckpt.errors import EcckptError
+from ecckpt.errors import EcckptError, NotHeld
+from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK
+from ecckpt.tracing import Tracer
+
+if TYPE_CHECKING:
+    from ecckpt.agent.ledger import Entry
+    from ecckpt.generation import ShardId
+    from ecckpt.tiers.disk import DiskFile
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +77,15 @@ class Driver:
     """Thread-safe. ``changed`` guards the core and wakes who waits for news."""
 
     def __init__(
-        self, core: Core, shelf: Shelf, network: Network, disk: Disk | None = None
+        self,
+        core: Core,
+        shelf: Shelf,
+        network: Network,
+        tracer: Tracer,
+        disk: Disk | None = None,
     ) -> None:
         self.core = core
+        self._tracer = tracer
         self._disk = disk
         self.changed = threading.Condition()
         self._shelf = shelf
@@ -101,6 +120,33 @@ class Driver:
             except Exception as error:
                 ledgers.rejected[UNREADABLE_DISK] = str(error)
                 _log.exception("the disk cannot be read")
+
+    def files(self) -> list[DiskFile]:
+        """What is on disk now."""
+        with self.changed:
+            ledgers = self.core.ledgers
+            return [file for run in ledgers.runs() for file in ledgers.look(run).files.values()]
+
+    def note_damage(self, file: DiskFile, why: str) -> bool:
+        """A file on disk was found bad; whether that is news."""
+        with self.changed:
+            return self.core.ledgers.note_damage(file, why)
+
+    @contextmanager
+    def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
+        """A sealed entry in memory, kept there meanwhile; ``NotHeld`` if there is none."""
+        with self.changed:
+            entry = self.core.ledgers.find(shard, index)
+            if entry.table is None:
+                raise NotHeld(f"{shard} is still being staged")
+            entry.pins += 1
+        try:
+            yield entry
+        finally:
+            with self.changed:
+                for action in self.core.ledgers.unpin(entry):
+                    assert isinstance(action, Small)
+                    self._settle(action)
 
     def ask(self, request: Request) -> object:
         """The answer to a request; raises what refuses it."""
@@ -172,11 +218,14 @@ class Driver:
             case Remember(run):
                 with self.changed:  # the newest notes, whoever comes last
                     return self._shelf.remember(run, self.core.ledgers.of(run).notes)
-            case Allocate():
-                return self._shelf.allocate(action)
+            case Allocate(task=task):
+                with self._tracer.span("allocate", _shard_of(task)):
+                    return self._shelf.allocate(action)
             case Encode(job):
                 assert job.home is not None
-                return encode_home(job.home.header, job.home.region, job.parity)
+                header = job.home.header
+                with self._tracer.span("encode", header.shard):
+                    return encode_home(header, job.home.region, job.parity)
             case Pull(taking):
                 return self._network.pull(taking)
             case Gather(fetching):
@@ -189,7 +238,9 @@ class Driver:
         assert self._disk is not None
         match action:
             case Write():
-                return self._disk.write(action)
+                header = action.entry.header
+                with self._tracer.span("write", header.shard, header.index):
+                    return self._disk.write(action)
             case Remove():
                 self._disk.remove(action)
             case Record(run):
@@ -197,6 +248,12 @@ class Driver:
                     notes = self.core.ledgers.of(run).noted.lasting
                 return self._disk.record(run, notes)
         return None
+
+
+def _shard_of(task: wire.Reserve | Job | Taking | Fetching) -> ShardId:
+    if isinstance(task, wire.Reserve):
+        return task.header.shard
+    return task.message.shard if isinstance(task, Job) else task.message.header.shard
 
 
 class _Alarm:

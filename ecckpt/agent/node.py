@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -14,13 +15,18 @@ from ecckpt.agent.disk import Disk
 from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
 from ecckpt.agent.network import Network
+from ecckpt.agent.pace import Pace, pace_of
 from ecckpt.agent.shelf import Shelf
-from ecckpt.errors import AgentMismatch
+from ecckpt.agent.verify import Blocks, Scrub, check_entry, check_file
+from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK, Inventory
+from ecckpt.tracing import Tracer
 
 _WAIT_LIMIT_S = 30.0
+_VERIFYING = 4  # each keeps a server thread
+_LEAST_BYTES_PER_S = 1 << 20
 _PATIENCE_S = 5.0  # for reading what is on disk, at a start
 
 
@@ -28,7 +34,9 @@ class Agent:
     """Owns the checkpoint memory under ``root``, and the folder ``disk``; adopts what is there.
 
     Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
-    ``disk_problem`` says why the disk that it should have cannot be used.
+    ``disk_problem`` says why the disk that it should have cannot be used. What is on disk is read
+    again and again at ``scrub_bytes_per_s``, unless that is 0; fragments to hold are pulled no
+    faster than ``pull_bytes_per_s``, unless that is 0.
     """
 
     def __init__(
@@ -41,9 +49,12 @@ class Agent:
         token: str,
         disk: Path | None = None,
         disk_problem: str = "",
+        scrub_bytes_per_s: float = 0.0,
+        pull_bytes_per_s: float = 0.0,
     ) -> None:
         self.shelf = Shelf(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
@@ -54,8 +65,13 @@ class Agent:
         self.shelf.adopt(self.core.ledgers)
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
-        self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
+        self._tracer, self._ranks_tracer = Tracer(), Tracer()
+        network = Network(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
+        self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
+        self._verifying = threading.BoundedSemaphore(_VERIFYING)
+        if self._disk is not None and scrub_bytes_per_s:
+            Scrub(self._driver, bytes_per_s=scrub_bytes_per_s).start()
         self._changed = self._driver.changed
         self.info = wire.NodeInfo(
             node=node,
@@ -102,6 +118,35 @@ class Agent:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
 
+    def repair(self, message: wire.Repair) -> wire.Done:
+        """Bring the shard here, if it is not, and have what is missing held; that goes on."""
+        header, run = message.header, message.header.shard.run
+        with self._changed:
+            home = self.core.ledgers.look(run).find(header.shard, HOME)
+        if home is None or home.table is None:
+            self.fetch(
+                wire.Fetch(
+                    header,
+                    message.writer,
+                    message.sources,
+                    message.memory_bytes,
+                    message.timeout_s,
+                )
+            )
+        if not message.targets:
+            return wire.Done()
+        return self.protect(
+            wire.Protect(
+                shard=header.shard,
+                writer=message.writer,
+                targets=message.targets,
+                min_fragments=0,
+                memory_bytes=message.memory_bytes,
+                timeout_s=message.timeout_s,
+                discard=(),
+            )
+        )
+
     def store(self, message: wire.Store) -> wire.Stored:
         """Write a generation to disk, behind all else, or tell how far that is."""
         return cast(wire.Stored, self._driver.ask(message))
@@ -123,6 +168,31 @@ class Agent:
                 if (now.state, now.committed) != known or left_s <= 0:
                     return now
                 self._changed.wait(left_s)
+
+    def verify(self, message: wire.Verify) -> wire.Verified:
+        """Check every block of a file, here."""
+        if not self._verifying.acquire(blocking=False):
+            raise RequestRefused(self.info.node, 503, f"{_VERIFYING} files are being verified")
+        try:
+            rate = message.bytes_per_s and max(message.bytes_per_s, _LEAST_BYTES_PER_S)
+            pace = pace_of(rate)
+            bad = self._verify(message, pace)
+        except (CorruptFragment, OSError) as error:
+            return wire.Verified((), str(error))
+        finally:
+            self._verifying.release()
+        return wire.Verified(tuple(wire.Block(*each) for each in bad), "")
+
+    def _verify(self, message: wire.Verify, pace: Pace) -> Blocks:
+        if not message.disk:
+            with self._driver.pinned(message.shard, message.index) as entry:
+                return check_entry(entry, pace)
+        with self._changed:
+            file = self.core.ledgers.find_file(message.shard, message.index)
+        bad = check_file(file, pace)
+        if bad:
+            self._driver.note_damage(file, f"{len(bad)} blocks fail their CRC32C")
+        return bad
 
     def slot(self, shard: ShardId) -> wire.Slot:
         """The sealed home copy of a shard."""
@@ -152,6 +222,15 @@ class Agent:
             where, offset, size_bytes = self.core.ledgers.locate_shard(shard)
         return where.path, offset, size_bytes
 
+    def trace(self, run: str) -> wire.Trace:
+        """Where time went, here and in the node's ranks."""
+        return wire.Trace(self.info.node, self._ranks_tracer.of(run), self._tracer.of(run))
+
+    def spans(self, message: wire.Spans) -> wire.Done:
+        """Keep what a rank of this node tells."""
+        self._ranks_tracer.add(message.spans)
+        return wire.Done()
+
     def status(self) -> dict[str, Any]:
         """What people and tools want to know, as plain JSON values."""
         with self._changed:
@@ -162,7 +241,7 @@ class Agent:
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
-            "disk": {"folder": str(self._disk.folder) if self._disk else "", "problem": problem},
+            "disk": {"folder": self._disk_folder, "problem": problem},
             "runs": {run: self._run_status(run) for run in runs},
         }
 
@@ -171,6 +250,8 @@ class Agent:
         homes = [header for header in inventory.headers if header.index == HOME]
         with self._changed:
             storing = self.core.storekeeper.stored(run)
+            ledger = self.core.ledgers.look(run)
+            damaged = {ledger.files[key].path.name: why for key, why in ledger.damaged.items()}
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
@@ -183,6 +264,7 @@ class Agent:
             "disk_bytes": sum(header.file_bytes for header in inventory.disk),
             "disk_waiting_bytes": storing.waiting_bytes,
             "disk_problems": list(storing.problems),
+            "damaged": damaged,
             "rejected": dict(inventory.rejected),
         }
 

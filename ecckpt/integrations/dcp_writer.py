@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ecckpt.checkpointer import Checkpointer
+from ecckpt.collector import collector_paused
 from ecckpt.errors import (
     AgentUnreachable,
     EcckptError,
@@ -32,10 +32,10 @@ from ecckpt.integrations.dcp_shard import (
     disagreements,
     shard_state,
 )
-from ecckpt.integrations.dcp_turns import Turn, turns_of
+from ecckpt.integrations.dcp_turns import Turn, Turns, turns_of
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
-from ecckpt.state import plan_shard
+from ecckpt.state import ShardPlan, plan_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class Writer(StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state in CPU memory, once the save before is over (``async_save``)."""
-        self._begin(staged=True)
-        stager = DefaultStager(StagingOptions(False, False, False, False))
+        turn, turns = self._begin(staged=True)
         try:
-            staged = stager.stage(state_dict)
-        finally:
-            stager.close()
+            staged = turns.stager.stage(state_dict)
+        except BaseException:
+            turn.drop()
+            raise
         assert isinstance(staged, dict), "staged at once, as was asked for"
         return staged
 
@@ -112,7 +112,7 @@ class Writer(StorageWriter):
             "_is_coordinator": False,
         }
 
-    def _begin(self, *, staged: bool) -> None:
+    def _begin(self, *, staged: bool) -> tuple[Turn, Turns]:
         if self._ticket is not None or self._checkpointer is None:
             raise WrongOrder(
                 f"the writer of step {self._step} is used a second time",
@@ -120,14 +120,15 @@ class Writer(StorageWriter):
             )
         turn = Turn(self._step)
         turn.staged = staged
-        timeout_s = self._checkpointer.save_timeout_s
-        turns_of(self._checkpointer).take(turn, timeout_s=timeout_s)
+        turns = turns_of(self._checkpointer)
+        turns.take(turn, timeout_s=self._checkpointer.save_timeout_s)
         try:
             self._ticket = self._checkpointer.ticket(self._step)
         except BaseException:
             turn.drop()
             raise
         self._turn = turn
+        return turn, turns
 
     def _enter(self) -> None:
         """The save begins, in this thread."""
@@ -177,22 +178,21 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stage and protect this rank's shard; the result is one receipt for all of it."""
         assert self._ticket is not None, "DCP asks for storage_meta() first"
-        written = False
-        slots = Slots()
+        ticket, written = self._ticket, False
         try:
-            state, boxes, notes = shard_state(plan, planner, ranks=self._ticket.header.world_size)
-            shard = plan_shard(state, boxes=boxes)
-            self._ticket.stage(shard, slots)
-            self._ticket.protect()
+            with collector_paused():
+                state, boxes, notes = shard_state(plan, planner, ranks=ticket.header.world_size)
+                shard = plan_shard(state, boxes=boxes)
+            self._stage(ticket, shard)
+            ticket.protect()
             written = True
         except AgentUnreachable:
             self._revive_agent()
             raise
         finally:
-            slots.close()
             if self._turn is not None and not (written and self._is_coordinator):
                 self._turn.ended.set()
-        own = self._ticket.shard
+        own = ticket.shard
         receipt = Receipt(own.generation, own.rank, dict(notes.digests))
         index = MetadataIndex(f"rank {own.rank}")
         future: Future[list[WriteResult]] = Future()
@@ -218,6 +218,16 @@ class Writer(StorageWriter):
         """False: DCP cannot make a writer from an id."""
         del checkpoint_id
         return False
+
+    def _stage(self, ticket: Ticket, shard: ShardPlan) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.stage(ticket, shard)
+            return
+        slots = Slots()  # in DCP's process
+        try:
+            ticket.stage(shard, slots)
+        finally:
+            slots.close()
 
     def _revive_agent(self) -> None:
         assert self._ticket is not None

@@ -31,13 +31,14 @@ from ecckpt.errors import (
     EcckptError,
     Fenced,
     MemoryBudgetTooSmall,
+    NoRoomToRestore,
     SaveFailed,
     SaveTimedOut,
     TmpfsFull,
 )
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Way, next_timeline, passes_over, way_home
+from ecckpt.ordering import Outcome, Way, judge, next_timeline, passes_over, way_home
 from ecckpt.recovery import Inventory, plan_recovery
 from ecckpt.sim.host import Host, answering
 from ecckpt.sim.world import Actor, Failure, Steps, Wait, sleep, together
@@ -49,7 +50,6 @@ _WATCH_S = 1.0
 _COMMIT_TIMEOUT_S = 2.0
 _COPY_S = 0.5
 _LOCAL_TIMEOUT_S = 10.0
-_NO_ROOM = "no room"
 
 
 @dataclass(eq=False, slots=True)
@@ -226,17 +226,17 @@ class Rank(Actor):
             self._timeline = timeline
             if way is None:
                 return 0
-            data, problem = None, ""
+            data, outcome = None, Outcome("ok", "")
             try:
                 data = yield from self._bring(way, timeline)
-            except (MemoryBudgetTooSmall, TmpfsFull):
-                problem = _NO_ROOM
+            except (MemoryBudgetTooSmall, TmpfsFull) as error:
+                outcome = Outcome("room", str(error))
             except EcckptError as error:
-                problem = f"rank {self.rank}: {error}"
+                outcome = Outcome("bad", f"rank {self.rank}: {error}")
                 yield from self._await_agent()
             generation = way.header.shard.generation
             lead = self._lead_verdict(generation)
-            if (yield from session.decide(self, f"{attempt}/verdict", problem, lead)):
+            if (yield from session.decide(self, f"{attempt}/verdict", outcome, lead)):
                 assert data is not None
                 session.truth.loaded(timeline, self.rank, generation, data)
                 self._parent = generation
@@ -286,20 +286,20 @@ class Rank(Actor):
         session.answering = {inventory.node for inventory in inventories}
         return plan_recovery(session.run, inventories, refused=session.refusals.refused)
 
-    def _lead_verdict(self, generation: Generation) -> Callable[[list[str]], Steps]:
-        def lead(problems: list[str]) -> Steps:
+    def _lead_verdict(self, generation: Generation) -> Callable[[list[Outcome]], Steps]:
+        def lead(outcomes: list[Outcome]) -> Steps:
             session = self.session
-            if _NO_ROOM in problems:
-                raise Failure(_NO_ROOM)
-            bad = [problem for problem in problems if problem]
-            if bad:
-                why = "; ".join(bad[:4])
-                if session.refusals.fail(generation, why):
-                    session.truth.refused(generation, session.answering, why)
-                return [False] * len(problems)
-            yield from self._each_peer(wire.Fence(session.run, session.timeline, generation, ()))
-            session.truth.begins(session.timeline, generation)
-            return [True] * len(problems)
+            try:
+                verdict = judge(outcomes)
+            except NoRoomToRestore as error:
+                raise Failure(str(error)) from error
+            if verdict.failed and session.refusals.fail(generation, verdict.failed):
+                session.truth.refused(generation, session.answering, verdict.failed)
+            if verdict.go:
+                fence = wire.Fence(session.run, session.timeline, generation, ())
+                yield from self._each_peer(fence)
+                session.truth.begins(session.timeline, generation)
+            return [verdict.go] * len(outcomes)
 
         return lead
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -23,10 +24,10 @@ from ecckpt.state.layout import (
     render_header,
 )
 from ecckpt.state.metadata import Notes
+from ecckpt.state.parts import Parts
 from ecckpt.state.paths import Path, tensor_names
 from ecckpt.state.replicas import Claim, Replicas, checksums, form_of
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import Parts
 from ecckpt.state.tree import flatten
 
 
@@ -55,6 +56,7 @@ class _Layout(NamedTuple):
     header: str
     data_bytes: int
     claimed: tuple[int, ...]  # those of the covered ones that are stored in shares
+    claimed_bytes: NDArray[np.int64]
     claimed_names: tuple[str, ...]
     claimed_form: bytes
 
@@ -121,7 +123,7 @@ class ShardPlan:
         layout = self._layout
         if layout.claimed:
             wholes = [self._parts.wholes[index] for index in layout.claimed]
-            sums = checksums(wholes, threads=threads)
+            sums = checksums(wholes, layout.claimed_bytes, threads=threads)
             self.claim = Claim(layout.claimed_names, layout.claimed_form, sums)
 
     @classmethod
@@ -227,6 +229,13 @@ def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _Columns
         header=render_entries(entries, notes.render()),
         data_bytes=max((entry.end for entry in entries), default=0),
         claimed=tuple(claimed),
+        claimed_bytes=np.array(
+            [
+                columns.dtypes[index].itemsize * math.prod(columns.shardings[index].shape)
+                for index in claimed
+            ],
+            np.int64,
+        ),
         claimed_names=tuple(names[index] for index in claimed),
         claimed_form=form_of(
             [
