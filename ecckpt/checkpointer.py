@@ -403,6 +403,7 @@ class Checkpointer:
         """
         generation = Generation(self._check_order(step), step, self._meeting.session)
         self._await_previous()
+        self._reserver.settle()
         self._latest, self._last_step = None, step
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         self._ticket = Ticket(
