@@ -19,6 +19,7 @@ from typing import Any
 from gunicorn.app.base import BaseApplication
 
 from ecckpt.agent.app import Application
+from ecckpt.agent.listening import let_no_one_dawdle
 from ecckpt.agent.manners import Manners
 from ecckpt.agent.node import Agent
 from ecckpt.errors import AgentMismatch, InvalidConfig
@@ -123,6 +124,7 @@ def run_agent(
         "proc_name": f"ecckpt-agent-{node}",
         "worker_tmp_dir": str(root),
         "control_socket_disable": True,
+        "post_worker_init": let_no_one_dawdle,
     }
     try:
         _Server(settings, build).run()
