@@ -45,5 +45,5 @@ def unpack_notes(raw: bytes, where: str) -> Notes:
             in_force(roll_backs),
             tuple(Generation.parse(each) for each in fields.get("stored", ())),
         )
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InvalidMessage(f"{where}: no run state: {error}") from error
