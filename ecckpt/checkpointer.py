@@ -32,7 +32,7 @@ from ecckpt.errors import (
     UnsupportedState,
     WrongOrder,
 )
-from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.fragment import HOME, Header, block_bytes_for, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.joining import join
 from ecckpt.native import prefer
@@ -328,7 +328,7 @@ class Checkpointer:
             m=code.m,
             shard_bytes=shard_bytes,
             fragment_bytes=fragment_bytes_for(shard_bytes, code.k),
-            block_bytes=BLOCK_BYTES,
+            block_bytes=block_bytes_for(shard_bytes),
             home=self._cluster.home.node,
             parent=self._parent,
             created_unix_s=int(time.time()),
@@ -403,6 +403,7 @@ class Checkpointer:
         """
         generation = Generation(self._check_order(step), step, self._meeting.session)
         self._await_previous()
+        self._reserver.settle()
         self._latest, self._last_step = None, step
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         self._ticket = Ticket(

@@ -24,8 +24,8 @@ from ecckpt.transport.http import patience
 
 _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
-_PIECE_BLOCKS = 8
-_KEPT_BLOCKS = 64
+_PIECE_BYTES = 8 << 20
+_KEPT_BYTES = 64 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -114,9 +114,9 @@ class ShardReader:
 
         However much is read, no more than some pieces stay in memory.
         """
-        piece_bytes = _PIECE_BLOCKS * self._header.block_bytes
+        piece_bytes = max(_PIECE_BYTES, self._header.block_bytes)
         for at in range(0, len(target), piece_bytes):
-            if self._good.sum() > _KEPT_BLOCKS:
+            if int(self._good.sum()) * self._header.block_bytes > _KEPT_BYTES:
                 self.release()
             begin, end = start + at, start + min(at + piece_bytes, len(target))
             self.require(np.array([begin]), np.array([end]))
