@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ecckpt import wire
+from ecckpt.agent import metrics
 from ecckpt.agent.node import Agent
 from ecckpt.errors import (
     EcckptError,
@@ -85,6 +86,9 @@ class Application:
             "held": (wire.Held, agent.held),
             "commit": (wire.Commit, agent.commit),
             "fence": (wire.Fence, agent.fence),
+            "probe": (wire.Probe, agent.probe),
+            "fetch": (wire.Fetch, agent.fetch),
+            "repair": (wire.Repair, agent.repair),
             "store": (wire.Store, agent.store),
             "retain": (wire.Retain, agent.retain),
         }
@@ -93,7 +97,7 @@ class Application:
             "stage": (wire.Stage, agent.stage),
             "protect": (wire.Protect, agent.protect),
             "watch": (wire.Watch, agent.watch),
-            "fetch": (wire.Fetch, agent.fetch),
+            "guard": (wire.Guard, agent.guard),
             "slot": (ShardId, agent.slot),
         }
 
@@ -130,6 +134,8 @@ class Application:
             return _message(self._agent.info)
         if path == "/v1/status":
             return 200, "application/json", json.dumps(self._agent.status()).encode()
+        if path == "/metrics":
+            return 200, metrics.KIND, metrics.exposition(self._agent.status()).encode()
         run = _RUN.fullmatch(path)
         if run and run["verb"] == "inventory":
             return _message(self._agent.inventory(run["run"]))

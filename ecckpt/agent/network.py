@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ecckpt import wire
-from ecckpt.agent.actions import Fetching, Gathered, Post, Taking
+from ecckpt.agent.actions import Ask, Fetching, Gathered, Post, Taking
 from ecckpt.agent.coding import (
     bad_blocks,
     data_views,
@@ -22,6 +22,7 @@ from ecckpt.client import peer_client
 from ecckpt.errors import EcckptError, TooFewFragments
 
 _POST_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 2.0
 _PARALLEL_PULLS = 8
 
 
@@ -39,6 +40,11 @@ class Network:
                 client.hold(hold)
             case wire.Held() as held:
                 client.held(held)
+
+    def ask(self, action: Ask) -> wire.Presence:
+        """What a node has; raises what the client raises."""
+        address = action.sight.address
+        return peer_client(address, self._token, timeout_s=_ASK_TIMEOUT_S).probe(action.message)
 
     def pull(self, taking: Taking) -> int:
         """Pull a fragment into its region; returns how many of its blocks are not right."""

@@ -13,6 +13,7 @@ from ecckpt.agent.core import Core
 from ecckpt.agent.disk import Disk
 from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
+from ecckpt.agent.guard import Watched
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
 from ecckpt.errors import AgentMismatch
@@ -56,6 +57,7 @@ class Agent:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
         self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
+        self._driver.begin()
         self._changed = self._driver.changed
         self.info = wire.NodeInfo(
             node=node,
@@ -102,6 +104,14 @@ class Agent:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
 
+    def guard(self, message: wire.Guard) -> wire.Done:
+        """Watch over the home copies here from now on."""
+        return cast(wire.Done, self._driver.ask(message))
+
+    def repair(self, message: wire.Repair) -> wire.Done:
+        """Start making fragments of a home copy again; who then holds them can be asked."""
+        return cast(wire.Done, self._driver.ask(message))
+
     def store(self, message: wire.Store) -> wire.Stored:
         """Write a generation to disk, behind all else, or tell how far that is."""
         return cast(wire.Stored, self._driver.ask(message))
@@ -123,6 +133,11 @@ class Agent:
                 if (now.state, now.committed) != known or left_s <= 0:
                     return now
                 self._changed.wait(left_s)
+
+    def probe(self, message: wire.Probe) -> wire.Presence:
+        """What is here of these shards."""
+        with self._changed:
+            return self.core.presence(message)
 
     def slot(self, shard: ShardId) -> wire.Slot:
         """The sealed home copy of a shard."""
@@ -171,12 +186,14 @@ class Agent:
         homes = [header for header in inventory.headers if header.index == HOME]
         with self._changed:
             storing = self.core.storekeeper.stored(run)
+            watched = self.core.guardian.watched(run)
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
             "home_copies": len(homes),
             "fragments": len(inventory.headers) - len(homes),
             "generations": sorted({str(header.shard.generation) for header in inventory.headers}),
+            "guard": _guard_status(watched) if watched else None,
             "used_bytes": self.shelf.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],
             "disk_files": len(inventory.disk),
@@ -185,6 +202,18 @@ class Agent:
             "disk_problems": list(storing.problems),
             "rejected": dict(inventory.rejected),
         }
+
+
+def _guard_status(watched: Watched) -> dict[str, Any]:
+    return {
+        "generation": str(watched.generation),
+        "margin": watched.margin,
+        "missing": watched.missing,
+        "lost": list(watched.lost),
+        "repairing": str(watched.repairing or ""),
+        "repaired": watched.repaired,
+        "problem": watched.problem,
+    }
 
 
 def _instance(root: Path, node: str) -> str:
