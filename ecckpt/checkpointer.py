@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ecckpt import agents as node_agents
 from ecckpt import wire
-from ecckpt.config import ClusterConfig, NodeConfig
+from ecckpt.config import ClusterConfig, NodeConfig, named
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     EcckptError,
@@ -35,6 +35,7 @@ from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.joining import join
 from ecckpt.native import prefer
+from ecckpt.ordering import guard_of
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
+
+_GUARD_TIMEOUT_S = 2.0
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
@@ -91,6 +94,16 @@ class Checkpointer:
         VersionMismatch, RankTimeout: on all ranks alike.
     """
 
+    _restores = 0
+    _timeline: int | None = None
+    _parent: Generation | None = None
+    _plan: ShardPlan | None = None
+    _latest: SaveHandle | None = None
+    _ticket: Ticket | None = None
+    _last_step: int | None = None
+    _in_flight: SaveHandle | None = None
+    _closed = False
+
     def __init__(
         self,
         run: str,
@@ -113,11 +126,7 @@ class Checkpointer:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if isinstance(replicated, str):
-            raise InvalidConfig(f"replicated={replicated!r} is a text", hint="give a list of them")
-        for name, value in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
-            if value < 0:
-                raise InvalidConfig(f"{name}={value} is negative")
+        _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
             run,
             code,
@@ -127,37 +136,23 @@ class Checkpointer:
             restore_timeout_s,
             disk_every,
             Keep(keep, keep_every_steps),
-            tuple(replicated),
+            named(replicated),
         )
         self._node = NodeConfig.from_environment(root)
         prefer(self._node.engine)
         self._strict = strict
-        self._meeting = meet(store, rank=rank, world_size=world_size)
+        meeting = self._meeting = meet(store, rank=rank, world_size=world_size)
         self._cluster, self._local_ranks = join(
-            self._meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+            meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
         peers, agent = self._cluster.peers, self._cluster.agent
         # Rank 0 decides for all; on others it is never begun.
-        self._storer = Storer(run, peers, self._disks(disk_bytes))
+        storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
         self._reserver = Reserver(agent, self._slots, self._revive_agent)
-        self._watcher = Watcher(
-            self._meeting, agent, list(peers.values()), committed=self._storer.committed
-        )
-        self._restores = 0
-        self._timeline: int | None = None
-        self._parent: Generation | None = None
-        self._plan: ShardPlan | None = None
-        self._replicas: Replicas | None = None
-        if replicated:
-            ranks = self._meeting.world_size
-            self._replicas = Replicas(self._config.replicated, self._meeting.rank, ranks)
-        self._latest: SaveHandle | None = None
-        self._ticket: Ticket | None = None
-        self._last_step: int | None = None
-        self._in_flight: SaveHandle | None = None
+        self._watcher = Watcher(meeting, agent, list(peers.values()), committed=storer.committed)
+        self._replicas = Replicas(self._config.replicated, meeting.rank, meeting.world_size)
         self._given_up: list[Generation] = []
-        self._closed = False
         atexit.register(self.close)
 
     @property
@@ -193,6 +188,17 @@ class Checkpointer:
         run = self._cluster.agent.status()["runs"].get(self._config.run, {})
         stored = run.get("stored", ())
         return Generation.parse(stored[-1]) if stored else None
+
+    def margin(self) -> int | None:
+        """How many more nodes may be lost now, whichever they are, with this node's shards kept.
+
+        Of its ranks' newest committed shards, as their holders are now; lost fragments are made
+        again in the background. None while that is not known. The margin of the run is the least
+        of all nodes. Asks this node's agent; raises ``AgentUnreachable``.
+        """
+        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        guard = run.get("guard")
+        return guard and guard["margin"]
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -305,6 +311,7 @@ class Checkpointer:
             return
         if error is None:
             self._given_up.clear()
+            self._watcher.call(self._guard)  # again: its agent may have been replaced
         else:
             self._given_up.append(header.shard.generation)
         self._reserver.ahead(self._wish(header))
@@ -484,6 +491,24 @@ class Checkpointer:
         self._storer.begin(order.timeline, restorer.stored, restorer.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
+        self._watcher.call(self._guard)
+
+    def _guard(self) -> None:
+        """Have this node's agent watch who holds what its ranks save."""
+        message = guard_of(
+            self._config.run,
+            self._cluster.home.node,
+            self._cluster.placement,
+            {node: peer.address for node, peer in self._cluster.peers.items()},
+            writer=self._timeline or 0,
+            local_ranks=self._local_ranks,
+            memory_bytes=self._cluster.memory_bytes,
+            timeout_s=0.5 * self._config.save_timeout_s,
+        )
+        try:
+            replace(self._cluster.agent, timeout_s=_GUARD_TIMEOUT_S).guard(message)
+        except (EcckptError, OSError) as error:
+            _log.warning("nobody watches over the holders until the next save: %s", error)
 
     def _protect_again(self, order: Order, restored: Restored) -> None:
         """Re-make what the restored generation lost, from the home copy that is here now."""
@@ -531,6 +556,12 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 0:
+            raise InvalidConfig(f"{name}={value} is negative")
 
 
 __all__ = ["Checkpointer", "Restored", "SaveHandle"]

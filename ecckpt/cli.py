@@ -17,6 +17,7 @@ from ecckpt.native import prefer
 
 if TYPE_CHECKING:
     from ecckpt.exporting import Exported
+    from ecckpt.importing import Imported
     from ecckpt.integrations.dcp_directory import ExportedDcp
     from ecckpt.opening import Opened
 
@@ -58,6 +59,13 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     agent.add_argument(
         "--disk", type=Path, default=node.disk, help="folder on disk (default: none)"
     )
+    agent.add_argument(
+        "--scrub-mb-s",
+        type=float,
+        default=10.0,
+        metavar="MB",
+        help="how fast files on disk are checked, all the time (default: 10; 0: not)",
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -68,6 +76,16 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     status.add_argument("--root", type=Path, default=node.root)
     status.add_argument("--json", action="store_true")
     status.set_defaults(act=_status)
+    verify = commands.add_parser("verify", help="check every block that agents hold of a run")
+    verify.add_argument("run")
+    verify.add_argument("agents", nargs="*", metavar="HOST:PORT", help="(default: that of --root)")
+    verify.add_argument("--root", type=Path, default=node.root)
+    verify.add_argument(
+        "--max-mb-s", type=float, default=0, metavar="MB", help="read by each agent"
+    )
+    verify.add_argument("--token-file", type=Path, default=node.token_file)
+    verify.add_argument("--json", action="store_true")
+    verify.set_defaults(act=_verify)
     plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
     plan.add_argument("run")
     plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
@@ -102,7 +120,7 @@ def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     export.add_argument("--token-file", type=Path, default=node.token_file)
     export.add_argument("--json", action="store_true")
     export.set_defaults(act=_export)
-    take = commands.add_parser("import", help="save a folder of safetensors files as a new run")
+    take = commands.add_parser("import", help="save a folder of weights or of DCP as a new run")
     take.add_argument("run")
     take.add_argument("folder", type=Path, metavar="DIR")
     take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
@@ -163,6 +181,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             listen=arguments.listen,
             token=read_token(arguments.token_file),
             disk=arguments.disk,
+            scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.
@@ -202,6 +221,32 @@ def _print_disk(facts: dict[str, Any]) -> None:
         )
     for problem in facts["disk_problems"]:
         print(f"    not on disk: {problem}")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ecckpt.agents import local_client
+    from ecckpt.checking import verify_run
+    from ecckpt.client import AgentClient
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    checked = verify_run(
+        arguments.run,
+        agents or [local_client(arguments.root)],
+        bytes_per_s=int(arguments.max_mb_s * 1e6),
+    )
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in checked]))
+    else:
+        for each in checked:
+            print(
+                f"{each.node}: {each.silent or f'{each.files} files, {each.total_bytes:,} bytes'}"
+            )
+            for line in each.bad:
+                print(f"  {line}")
+    if all(each.silent for each in checked):
+        return 2
+    return 1 if any(each.bad or each.silent for each in checked) else 0
 
 
 def _plan_restore(arguments: argparse.Namespace) -> int:
@@ -284,16 +329,7 @@ def _export_to(
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from ecckpt.importing import import_safetensors
-
-    done = import_safetensors(
-        arguments.run,
-        arguments.folder,
-        root=arguments.root,
-        agents=arguments.agents,
-        step=arguments.step,
-        ties=dict(arguments.tie),
-    )
+    done = _import_from(arguments)
     if arguments.json:
         print(json.dumps(asdict(done)))
     else:
@@ -302,6 +338,20 @@ def _import(arguments: argparse.Namespace) -> int:
             f"of run {done.run}: {done.promise}"
         )
     return 0
+
+
+def _import_from(arguments: argparse.Namespace) -> Imported:
+    run, folder, ties = arguments.run, arguments.folder, dict(arguments.tie)
+    root, agents, step = arguments.root, arguments.agents, arguments.step
+    if not (folder / ".metadata").exists():  # DCP's
+        from ecckpt.importing import import_safetensors
+
+        return import_safetensors(run, folder, root=root, agents=agents, step=step, ties=ties)
+    if ties:
+        raise InvalidConfig("--tie: DCP's folders have every name")
+    from ecckpt.integrations.dcp_import import import_dcp
+
+    return import_dcp(run, folder, root=root, agents=agents, step=step)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from ecckpt.transport.http import split_address
 
 T = TypeVar("T")
 
+_READ_BYTES_PER_S = 20e6  # of a disk that others use as well
 _FAULT_IN_BYTES_PER_S = 200e6  # a fifth of what fresh tmpfs pages were measured at
 
 
@@ -156,6 +157,12 @@ class AgentClient:
     def retain(self, message: wire.Retain) -> None:
         """Tell it which generations are on disk everywhere and stay."""
         self._post(wire.Done, message.run, "retain", message)
+
+    def verify(self, message: wire.Verify, header: Header) -> wire.Verified:
+        """Have it check a file that it has; takes as long as reading it does."""
+        rate = min(message.bytes_per_s or _READ_BYTES_PER_S, _READ_BYTES_PER_S)
+        timeout_s = self.timeout_s + 2 * header.file_bytes / rate
+        return self._post(wire.Verified, message.shard.run, "verify", message, timeout_s=timeout_s)
 
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""

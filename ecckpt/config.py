@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -56,6 +57,13 @@ class ClusterConfig:
     def fingerprint(self) -> str:
         """Equal on two ranks exactly if they were configured alike."""
         return repr(self)
+
+
+def named(patterns: Sequence[str]) -> tuple[str, ...]:
+    """As a tuple; ``InvalidConfig`` for a text, whose letters would be the patterns."""
+    if isinstance(patterns, str):
+        raise InvalidConfig(f"{patterns!r} is a text", hint="give a list of texts")
+    return tuple(patterns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ every block of every other.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Self
 
 import msgpack
@@ -34,6 +36,14 @@ _STRIDE_BYTES = 4096
 _STRIDE_OFFSET_BYTES = 832
 _LIMIT_BYTES = 1 << 48
 _BLOCK_RANGE = range(4096, (1 << 30) + 1)
+
+# All of a header but its parent, in the order in which it is built.
+_FIELDS = (
+    *("run", "generation", "rank", "world_size", "index", "k", "m"),
+    *("shard_bytes", "fragment_bytes", "block_bytes", "home", "created_unix_s"),
+)
+_FIELD_TYPES = (str, str, int, int, int, int, int, int, int, int, str, int)
+_fields_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_FIELDS)
 
 
 def crc32c(data: Buffer) -> int:
@@ -148,35 +158,30 @@ class Header:
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        names = ("world_size", "index", "k", "m", "shard_bytes", "fragment_bytes", "block_bytes")
-        numbers = {name: fields[name] for name in (*names, "rank", "created_unix_s")}
-        for name, value in numbers.items():
-            if type(value) is not int:
-                raise TypeError(f"{name} is {type(value).__name__}")
-        for name in ("run", "home"):
-            if type(fields[name]) is not str:
-                raise TypeError(f"{name} is {type(fields[name]).__name__}")
+        # A restore of a large run reads hundreds of thousands of these.
+        values = _fields_of(fields)
+        if tuple(map(type, values)) != _FIELD_TYPES:
+            for name, value, kind in zip(_FIELDS, values, _FIELD_TYPES, strict=True):
+                if type(value) is not kind:
+                    raise TypeError(f"{name} is {type(value).__name__}")
+        run, generation, rank, *numbers = values[:-2]
         parent = fields["parent"]
-        generation = Generation.parse(fields["generation"])
-        return cls(
-            shard=ShardId(fields["run"], generation, numbers.pop("rank")),
-            home=fields["home"],
-            parent=None if parent is None else Generation.parse(parent),
-            **numbers,
-        )
+        parent = None if parent is None else Generation.parse(parent)
+        shard = ShardId(run, Generation.parse(generation), rank)
+        return cls(shard, *(*numbers, values[-2], parent, values[-1]))
 
     def problem(self) -> str:
         """What makes these numbers impossible; empty when they fit together."""
-        checks = {
-            f"k={self.k}, m={self.m}": self.k >= 1 and self.m >= 0 and self.n <= 256,
-            f"world_size={self.world_size}": 1 <= self.world_size <= 1 << 24,
-            f"rank {self.shard.rank} of {self.world_size}": self.shard.rank
-            in range(self.world_size),
-            f"index {self.index} of {self.n}": self.index in range(HOME, self.n),
-            f"shard_bytes={self.shard_bytes}": self.shard_bytes in range(_LIMIT_BYTES),
-            f"block_bytes={self.block_bytes}": self.block_bytes in _BLOCK_RANGE,
-        }
-        wrong = [what for what, fits in checks.items() if not fits]
+        shard, world_size = self.shard, self.world_size
+        checks = (
+            (self.k >= 1 and self.m >= 0 and self.k + self.m <= 256, "k={0.k}, m={0.m}"),
+            (1 <= world_size <= 1 << 24, "world_size={0.world_size}"),
+            (0 <= shard.rank < world_size, "rank {0.shard.rank} of {0.world_size}"),
+            (HOME <= self.index < self.k + self.m, "index {0.index} of {0.n}"),
+            (0 <= self.shard_bytes < _LIMIT_BYTES, "shard_bytes={0.shard_bytes}"),
+            (self.block_bytes in _BLOCK_RANGE, "block_bytes={0.block_bytes}"),
+        )
+        wrong = [text.format(self) for fits, text in checks if not fits]
         if not wrong and self.fragment_bytes != fragment_bytes_for(self.shard_bytes, self.k):
             wrong = [f"fragment_bytes={self.fragment_bytes} for {self.shard_bytes} over {self.k}"]
         return ", ".join(wrong)

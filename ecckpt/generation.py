@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from ecckpt.errors import InvalidConfig, InvalidMessage
@@ -41,10 +42,7 @@ class Generation:
     @classmethod
     def parse(cls, text: str) -> Self:
         """The generation that ``str()`` spelled; ``InvalidMessage`` for anything else."""
-        match = _GENERATION.fullmatch(text)
-        if not match:
-            raise InvalidMessage(f"{text[:80]!r} is no generation (timeline.step.session)")
-        return cls(int(match[1]), int(match[2]), match[3])
+        return cls(*_parts(text))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -57,3 +55,11 @@ class ShardId:
 
     def __str__(self) -> str:
         return f"{self.run}/{self.generation}/rank {self.rank}"
+
+
+@lru_cache(maxsize=1024)  # the many headers of a large run name few generations
+def _parts(text: str) -> tuple[int, int, str]:
+    match = _GENERATION.fullmatch(text)
+    if not match:
+        raise InvalidMessage(f"{text[:80]!r} is no generation (timeline.step.session)")
+    return int(match[1]), int(match[2]), match[3]

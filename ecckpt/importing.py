@@ -18,7 +18,7 @@ from ecckpt.errors import InvalidConfig, InvalidFolder
 from ecckpt.generation import check_name
 from ecckpt.weights import aliases_in, read_listing
 
-_SAVE_TIMEOUT_S = 3600.0
+SAVE_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,20 @@ def import_safetensors(
                 hint="the folder must have the second of them, and not the first",
             )
         model[alias] = model[name]
-    _require_new(run, NodeConfig.from_environment(root), agents)
+    require_new(run, NodeConfig.from_environment(root), agents)
     with Checkpointer(
         run,
         root=root,
         agents=agents,
         strict=True,
-        save_timeout_s=_SAVE_TIMEOUT_S,
+        save_timeout_s=SAVE_TIMEOUT_S,
         store=dist.HashStore(),  # type: ignore[attr-defined]
         rank=0,
         world_size=1,
     ) as checkpointer:
         checkpointer.restore({"model": model})
         handle = checkpointer.save(step, {"model": model})
-        handle.wait(_SAVE_TIMEOUT_S)
+        handle.wait(SAVE_TIMEOUT_S)
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in model.values()}
         return Imported(
             run, str(handle.generation), len(model), sum(distinct.values()), checkpointer.promise
@@ -106,7 +106,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
-def _require_new(run: str, node: NodeConfig, agents: Sequence[str]) -> None:
+def require_new(run: str, node: NodeConfig, agents: Sequence[str]) -> None:
     """Look before anything is fenced: a training job may be at work under this name."""
     find_or_start(node)
     token = node.token()

@@ -45,13 +45,15 @@ def way_home(
         nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
         if nodes:
             sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-    missing = plan_repair(
-        home=home,
-        indices=header.n if placement.code.holders else 0,
-        present=shard.fragments,
-        holders=placement.holders[home],
-        nodes=_nearest(placement, home),
-    )
+    missing: Mapping[int, str] = {}
+    if placement.code.holders and len(shard.fragments) < header.n:
+        missing = plan_repair(
+            home=home,
+            indices=header.n,
+            present=shard.fragments,
+            holders=placement.holders[home],
+            nodes=_nearest(placement, home),
+        )
     targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
     return Way(replace(header, home=home), home in shard.homes, tuple(sources), tuple(targets))
 

@@ -179,13 +179,15 @@ def plan_repair(
         for index in missing
         if index < len(holders) and holders[index] in nodes and holders[index] not in taken
     }
+    strays = [index for index in missing if index not in plan]
+    if not strays:
+        return plan
     taken.update(plan.values())
     free = [node for node in dict.fromkeys((*holders, *nodes)) if node in nodes]
     free = [node for node in free if node not in taken]
     crowd = Counter(nodes[node] for node in taken if node in nodes)
-    for index in missing:
-        if index not in plan and free:
-            plan[index] = min(free, key=lambda node: crowd[nodes[node]])
-            free.remove(plan[index])
-            crowd[nodes[plan[index]]] += 1
+    for index in strays[: len(free)]:
+        plan[index] = min(free, key=lambda node: crowd[nodes[node]])
+        free.remove(plan[index])
+        crowd[nodes[plan[index]]] += 1
     return plan

@@ -24,6 +24,7 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
+from ecckpt.collector import collector_paused
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     CorruptFragment,
@@ -263,6 +264,7 @@ class Restorer:
     # -- rank 0 -----------------------------------------------------------------------------------
 
     def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
+        @collector_paused()
         def lead(_: list[bytes]) -> Sequence[bytes]:
             if not self._timeline:
                 self._timeline = self._start_timeline()

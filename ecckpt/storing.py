@@ -170,7 +170,9 @@ class Storer:
             if not going.unfinished(self._peers) and not going.disks:
                 if len(going.answers) == len(self._peers):
                     self._none = True
-                    _log.info("no agent has a disk: nothing is stored there")
+                    asked = self._disks.keep != Keep()
+                    level = logging.WARNING if asked else logging.INFO
+                    _log.log(level, "no agent has a disk: nothing is stored, or kept there")
                 return
             short = ranks_short(going.pieces, ranks=self._disks.ranks, least=self._disks.least)
             if self._is_over(going, short=bool(short), moved=moved):

@@ -290,6 +290,35 @@ class Retain:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Check every block of a home copy (index -1) or fragment, in memory or on ``disk``.
+
+    At most ``bytes_per_s`` are read (0: as fast as it goes).
+    """
+
+    shard: ShardId
+    index: int
+    disk: bool
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block: which fragment's, and which row."""
+
+    index: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Blocks that fail their checksum, and what else is wrong with the file, if anything."""
+
+    bad: tuple[Block, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Refuse all writers of older timelines from now on.
 

@@ -58,7 +58,10 @@ def store(agent, gen=NEW, *, wait=True):
 
 def settle(agent):
     """Wait until the disk's thread has done what it was given."""
-    agent._driver._pools[Write].submit(int).result(10)
+    while True:
+        agent._driver._pools[Write].submit(int).result(10)
+        if not ledger(agent).recording:
+            break
 
 
 def on_disk(agent):

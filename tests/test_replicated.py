@@ -269,5 +269,5 @@ def test_a_claim_that_is_wrong_by_a_bit_fails_the_save_everywhere(
 
 
 def test_all_ranks_must_claim_alike(cluster: LocalCluster) -> None:
-    with pytest.raises(InvalidConfig, match="list of them"):
+    with pytest.raises(InvalidConfig, match="list of texts"):
         World(cluster, ranks=1, run="text", replicated="model")

@@ -152,6 +152,7 @@ def test_the_next_generation_takes_the_place_of_what_has_not_begun(hands):
     assert hands.took(act.Recycle) == []  # lent
     store(hands)
     assert len(hands.took(act.Recycle)) == 1  # what waited; what is being written stays lent
+    assert len(hands.todo) == 1  # a disk that hangs is not given more and more to do
     assert written(hands).header.shard.generation == OLD
     assert len(hands.took(act.Recycle)) == 1
     written(hands)

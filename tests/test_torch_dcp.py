@@ -30,7 +30,10 @@ from ecckpt import errors
 from ecckpt.exporting import export_safetensors
 from ecckpt.importing import read_weights
 from ecckpt.integrations.dcp_directory import export_dcp
+from ecckpt.integrations.dcp_shard import NOTES, read_contents
 from ecckpt.integrations.torch_dcp import Reader, Writer
+from ecckpt.state.sharding import box_of
+from ecckpt.state.stored import StoredTensor
 from ecckpt.testing import LocalCluster, await_end
 
 # What dcp says of a single process.
@@ -322,6 +325,46 @@ def test_others_look_into_it_and_export_it(alone, cluster, tmp_path):
     again = _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
     assert same(again["list"][0], state["list"][0])
     assert again["list"][1] == 1
+
+
+def notes(**fields):
+    return {"format": 1, "values": [], "paths": {}, "digests": {}} | fields
+
+
+def stored(shape=(2,), box=None, dtype=torch.float32):
+    return StoredTensor("x", torch.zeros(shape, dtype=dtype), box)
+
+
+@pytest.mark.parametrize(
+    ("trees", "text"),
+    [
+        ([{NOTES: notes(format=2)}], "format 2"),
+        ([{NOTES: notes(values=[1])}], "1 is no str"),
+        ([{NOTES: notes(paths={"a.b": ["a", "c"]})}], "does not spell 'a.b'"),
+        ([{NOTES: notes(paths={"99999999": [99999999]})}], "99999999 in the path"),
+        ([{NOTES: notes(paths={"": []})}], "does not spell"),
+        ([{NOTES: notes(digests={"a": "1"})}], "'1' is no int"),
+        ([{NOTES: [1]}], "cannot be read"),
+        ([{NOTES: notes(), "x": 1}], "neither a tensor nor noted"),
+        ([{NOTES: notes(), 7: stored()}], "neither a tensor nor noted"),
+        ([{NOTES: notes(), "x": stored(box=box_of((4,), (3,)))}], "no box of its tensor"),
+        ([{NOTES: notes(), "x": stored(box=box_of((4, 1), (0,)))}], "no box of its tensor"),
+        ([{NOTES: notes(), "x": stored(box=box_of((4,), (0,)))}], "x: 2 of 4 elements"),
+        ([{NOTES: notes(), "x": []}], "no part of it"),
+        (
+            [{NOTES: notes(), "x": stored(box=box_of((4,), (at,)))} for at in (0, 1)],
+            "saved twice",
+        ),
+        (
+            [{NOTES: notes(), "x": stored(dtype=each)} for each in (torch.int8, torch.uint8)],
+            "not the same kind of tensor",
+        ),
+        ([{NOTES: notes(digests={"v": each})} for each in (1, 2)], "v: not the same on rank 0"),
+    ],
+)
+def test_shards_that_lie_or_do_not_fit_together(trees, text):
+    with pytest.raises((errors.CorruptFragment, errors.StateMismatch), match=text):
+        read_contents(trees)
 
 
 # -- several ranks --------------------------------------------------------------------------------

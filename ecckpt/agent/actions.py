@@ -71,11 +71,10 @@ class Fetching:
 
 @dataclass(eq=False, slots=True)
 class Storing:
-    """Writing what is here of one generation to disk; ``waiting`` and ``writing`` are lent."""
+    """Writing what is here of one generation to disk; what is ``waiting`` is lent to it."""
 
     message: wire.Store
     waiting: deque[Entry]
-    writing: Entry | None = None
     problems: list[str] = field(default_factory=list)
 
 

@@ -91,6 +91,7 @@ class Application:
             "repair": (wire.Repair, agent.repair),
             "store": (wire.Store, agent.store),
             "retain": (wire.Retain, agent.retain),
+            "verify": (wire.Verify, agent.verify),
         }
         self._local_verbs: dict[str, tuple[type, Callable[[Any], object]]] = {
             "reserve": (wire.Reserve, agent.reserve),

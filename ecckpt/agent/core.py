@@ -240,7 +240,7 @@ class Core:
             case Write():
                 return self.storekeeper.written(action, result)
             case Record(run):
-                self.ledgers.of(run).recorded = result
+                return self.ledgers.recorded(run, result)
         return []  # files are gone
 
     def _remembered(self, run: str, notes: Notes, *, answers: bool) -> list[Action]:
@@ -282,6 +282,8 @@ class Core:
                 actions = self.storekeeper.failed(action, error)
             case Ask():
                 actions = self.guardian.missed(action, now_s)
+            case Record(run):
+                actions = self.ledgers.recorded(run, None)
             case Post(message=wire.Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions

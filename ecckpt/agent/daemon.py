@@ -57,12 +57,20 @@ class _Server(BaseApplication):  # type: ignore[misc]
 
 
 def run_agent(
-    root: Path, *, node: str, domain: str, listen: str, token: str, disk: Path | None = None
+    root: Path,
+    *,
+    node: str,
+    domain: str,
+    listen: str,
+    token: str,
+    disk: Path | None = None,
+    scrub_bytes_per_s: float = 0.0,
 ) -> None:
     """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
 
     ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
-    ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it.
+    ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it. What is
+    there is read again and again at ``scrub_bytes_per_s``, unless that is 0.
     """
     check_name("node", node)
     host, port = split_address(listen)
@@ -91,6 +99,7 @@ def run_agent(
             address=address,
             token=token,
             disk=own_disk,
+            scrub_bytes_per_s=scrub_bytes_per_s,
             disk_problem=disk_problem,
         )
         arbiter = os.getppid()

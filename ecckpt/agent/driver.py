@@ -14,8 +14,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ecckpt.agent.actions import (
     Allocate,
@@ -52,8 +54,13 @@ from ecckpt.agent.disk import Disk, Found, calm
 from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
-from ecckpt.errors import EcckptError
+from ecckpt.errors import EcckptError, NotHeld
 from ecckpt.recovery import UNREADABLE_DISK
+
+if TYPE_CHECKING:
+    from ecckpt.agent.ledger import Entry
+    from ecckpt.generation import ShardId
+    from ecckpt.tiers.disk import DiskFile
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +114,33 @@ class Driver:
     def begin(self) -> None:
         """Take up what needs no request."""
         self._begin(Begun())
+
+    def files(self) -> list[DiskFile]:
+        """What is on disk now."""
+        with self.changed:
+            ledgers = self.core.ledgers
+            return [file for run in ledgers.runs() for file in ledgers.look(run).files.values()]
+
+    def note_damage(self, file: DiskFile, why: str) -> bool:
+        """A file on disk was found bad; whether that is news."""
+        with self.changed:
+            return self.core.ledgers.note_damage(file, why)
+
+    @contextmanager
+    def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
+        """A sealed entry in memory, kept there meanwhile; ``NotHeld`` if there is none."""
+        with self.changed:
+            entry = self.core.ledgers.find(shard, index)
+            if entry.table is None:
+                raise NotHeld(f"{shard} is still being staged")
+            entry.pins += 1
+        try:
+            yield entry
+        finally:
+            with self.changed:
+                for action in self.core.ledgers.unpin(entry):
+                    assert isinstance(action, Small)
+                    self._settle(action)
 
     def ask(self, request: Request) -> object:
         """The answer to a request; raises what refuses it."""

@@ -69,10 +69,13 @@ class Notes:
 
 @dataclass(eq=False, slots=True)
 class Ledger:
-    """One run on one node. ``noted`` is what was last written down of it, ``recorded`` on disk.
+    """One run on one node.
 
+    ``noted`` is what was last written down of it, ``recorded`` the same on disk, where it is
+    ``recording`` at most once at a time.
     ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
-    is what is on this node's disk. ``guard`` says who holds for this node's ranks.
+    is what is on this node's disk, ``damaged`` what of it was found bad, and why. ``guard`` says
+    who holds for this node's ranks.
     """
 
     run: str
@@ -84,8 +87,10 @@ class Ledger:
     guard: wire.Guard | None = None
     noted: Notes = field(default_factory=Notes)
     recorded: Notes = field(default_factory=Notes)
+    recording: bool = False
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
+    damaged: dict[tuple[ShardId, int], str] = field(default_factory=dict)
     reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
     rejected: dict[str, str] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.actions import Action, Discard, Record, Recycle, Remember, Remove
-from ecckpt.agent.ledger import Entry, Ledger
+from ecckpt.agent.ledger import Entry, Ledger, Notes
 from ecckpt.errors import NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.generation import Generation, ShardId, check_name
@@ -64,7 +64,19 @@ class Ledgers:
     def record(self, ledger: Ledger) -> list[Action]:
         """Have written down on disk what was noted, if anything of it is new there."""
         same = ledger.noted.lasting == ledger.recorded
-        return [] if same or not self.disk else [Record(ledger.run)]
+        if same or ledger.recording or not self.disk:
+            return []
+        ledger.recording = True
+        return [Record(ledger.run)]
+
+    def recorded(self, run: str, notes: Notes | None) -> list[Action]:
+        """That was written, or could not be: then it is tried with the next note."""
+        ledger = self.of(run)
+        ledger.recording = False
+        if notes is None:
+            return []
+        ledger.recorded = notes
+        return self.record(ledger)
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -145,6 +157,7 @@ class Ledgers:
         ledger = self.of(shard.run)
         ledger.fence = max(ledger.fence, shard.generation.timeline)
         ledger.files[shard, file.header.index] = file
+        ledger.damaged.pop((shard, file.header.index), None)
 
     def adopt_disk(self, found: Found) -> None:
         """What an earlier process left on disk."""
@@ -156,11 +169,21 @@ class Ledgers:
         for file in found.files:
             self.keep_file(file)
 
+    def note_damage(self, file: DiskFile, why: str) -> bool:
+        """A file on disk was found bad; whether that is news."""
+        ledger, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)
+        if ledger.files.get(key) is not file or ledger.damaged.get(key) == why:
+            return False
+        ledger.damaged[key] = why
+        return True
+
     def remove(self, run: str, files: Iterable[DiskFile]) -> list[Action]:
         """Files on disk that may go."""
         gone = tuple(files)
         for file in gone:
-            del self._runs[run].files[file.header.shard, file.header.index]
+            key = (file.header.shard, file.header.index)
+            del self._runs[run].files[key]
+            self._runs[run].damaged.pop(key, None)
         return [Remove(gone)] if gone else []
 
     def adopt(self, entry: Entry) -> list[Action]:
@@ -194,6 +217,13 @@ class Ledgers:
         if entry is None:
             raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
         return entry
+
+    def find_file(self, shard: ShardId, index: int) -> DiskFile:
+        """The file on disk; ``NotHeld`` if there is none."""
+        file = self.look(shard.run).files.get((shard, index))
+        if file is None:
+            raise NotHeld(f"node {self.node} has no {_name(index)} of {shard} on disk")
+        return file
 
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which anything complete is here."""

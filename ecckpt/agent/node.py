@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -16,12 +17,15 @@ from ecckpt.agent.fetch import slot_of
 from ecckpt.agent.guard import Watched
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
-from ecckpt.errors import AgentMismatch
+from ecckpt.agent.verify import Blocks, Pace, Scrub, check_entry, check_file, pace_of
+from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK, Inventory
 
 _WAIT_LIMIT_S = 30.0
+_VERIFYING = 4  # each keeps a server thread
+_LEAST_BYTES_PER_S = 1 << 20
 _PATIENCE_S = 5.0  # for reading what is on disk, at a start
 
 
@@ -29,7 +33,8 @@ class Agent:
     """Owns the checkpoint memory under ``root``, and the folder ``disk``; adopts what is there.
 
     Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
-    ``disk_problem`` says why the disk that it should have cannot be used.
+    ``disk_problem`` says why the disk that it should have cannot be used. What is on disk is read
+    again and again at ``scrub_bytes_per_s``, unless that is 0.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Agent:
         token: str,
         disk: Path | None = None,
         disk_problem: str = "",
+        scrub_bytes_per_s: float = 0.0,
     ) -> None:
         self.shelf = Shelf(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
@@ -58,6 +64,9 @@ class Agent:
         self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
         self._driver.begin()
+        self._verifying = threading.BoundedSemaphore(_VERIFYING)
+        if self._disk is not None and scrub_bytes_per_s:
+            Scrub(self._driver, bytes_per_s=scrub_bytes_per_s).start()
         self._changed = self._driver.changed
         self.info = wire.NodeInfo(
             node=node,
@@ -139,6 +148,31 @@ class Agent:
         with self._changed:
             return self.core.presence(message)
 
+    def verify(self, message: wire.Verify) -> wire.Verified:
+        """Check every block of a file, here."""
+        if not self._verifying.acquire(blocking=False):
+            raise RequestRefused(self.info.node, 503, f"{_VERIFYING} files are being verified")
+        try:
+            rate = message.bytes_per_s and max(message.bytes_per_s, _LEAST_BYTES_PER_S)
+            pace = pace_of(rate)
+            bad = self._verify(message, pace)
+        except (CorruptFragment, OSError) as error:
+            return wire.Verified((), str(error))
+        finally:
+            self._verifying.release()
+        return wire.Verified(tuple(wire.Block(*each) for each in bad), "")
+
+    def _verify(self, message: wire.Verify, pace: Pace) -> Blocks:
+        if not message.disk:
+            with self._driver.pinned(message.shard, message.index) as entry:
+                return check_entry(entry, pace)
+        with self._changed:
+            file = self.core.ledgers.find_file(message.shard, message.index)
+        bad = check_file(file, pace)
+        if bad:
+            self._driver.note_damage(file, f"{len(bad)} blocks fail their CRC32C")
+        return bad
+
     def slot(self, shard: ShardId) -> wire.Slot:
         """The sealed home copy of a shard."""
         with self._changed:
@@ -187,6 +221,8 @@ class Agent:
         with self._changed:
             storing = self.core.storekeeper.stored(run)
             watched = self.core.guardian.watched(run)
+            ledger = self.core.ledgers.look(run)
+            damaged = {ledger.files[key].path.name: why for key, why in ledger.damaged.items()}
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
@@ -200,6 +236,7 @@ class Agent:
             "disk_bytes": sum(header.file_bytes for header in inventory.disk),
             "disk_waiting_bytes": storing.waiting_bytes,
             "disk_problems": list(storing.problems),
+            "damaged": damaged,
             "rejected": dict(inventory.rejected),
         }
 

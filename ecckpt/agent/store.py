@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ecckpt import wire
 from ecckpt.agent.actions import Action, Reply, Storing, Warn, Write
-from ecckpt.agent.ledger import Ledger
+from ecckpt.agent.ledger import Entry, Ledger
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
 
@@ -28,6 +28,7 @@ class Storekeeper:
         self._ledgers = ledgers
         self._problem = problem
         self._storing: dict[str, Storing] = {}
+        self._writing: dict[str, Entry] = {}  # by run: a disk that hangs gets no second one
 
     def asked(self, message: wire.Store | wire.Retain) -> list[Action]:
         """What a request leads to."""
@@ -57,7 +58,9 @@ class Storekeeper:
             if shard.generation == generation
         )
         left = list(storing.waiting)
-        left += [storing.writing] if storing.writing else []
+        writing = self._writing.get(run)
+        if writing is not None and writing.header.shard.generation == generation:
+            left.append(writing)
         waiting_bytes = sum(entry.header.file_bytes for entry in left)
         return wire.Stored(True, pieces, waiting_bytes, tuple(storing.problems))
 
@@ -104,21 +107,22 @@ class Storekeeper:
         storing.waiting.extend(ledger.to_store(message.generation))
         for entry in storing.waiting:
             self._ledgers.lend(entry)
-        return actions + self._next(storing)
+        return actions + self._next(ledger.run)
 
-    def _next(self, storing: Storing) -> list[Action]:
-        while storing.waiting:
-            storing.writing = storing.waiting.popleft()
-            if storing.writing.lent:
-                return [Write(storing, storing.writing)]
+    def _next(self, run: str) -> list[Action]:
+        storing = self._storing[run]
+        while storing.waiting and run not in self._writing:
+            entry = storing.waiting.popleft()
+            if entry.lent:
+                self._writing[run] = entry
+                return [Write(storing, entry)]
             self._note(storing, "memory was needed for a newer save")
-        storing.writing = None
         return []
 
     def _end(self, write: Write) -> list[Action]:
-        storing = write.storing
-        storing.writing = None
-        return [*self._ledgers.unlend(write.entry), *self._next(storing)]
+        run = write.entry.header.shard.run
+        del self._writing[run]
+        return [*self._ledgers.unlend(write.entry), *self._next(run)]
 
     def _note(self, storing: Storing, problem: str) -> None:
         if len(storing.problems) < _PROBLEMS and problem not in storing.problems:

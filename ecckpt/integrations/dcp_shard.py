@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,6 +31,8 @@ from ecckpt.state.sharding import Sharding, Shardings, box_of, is_dtensor
 from ecckpt.state.stored import StoredTensor
 from ecckpt.state.tensors import part_of
 from ecckpt.state.tree import flatten, holds, is_stateful
+
+Sizes = tuple[int, ...]
 
 NOTES = "dcp%notes"
 _FORMAT = 1
@@ -72,7 +74,7 @@ class Notes:
                 raise ValueError(f"format {fields['format']!r:.20}")
             return cls(
                 tuple(_checked(name, str) for name in fields["values"]),
-                {_checked(name, str): _path(name, at) for name, at in fields["paths"].items()},
+                cls.checked_paths(fields["paths"].items()),
                 {
                     _checked(name, str): _checked(digest, int)
                     for name, digest in fields["digests"].items()
@@ -80,6 +82,11 @@ class Notes:
             )
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise CorruptFragment(f"notes of DCP's that cannot be read: {error}") from error
+
+    @staticmethod
+    def checked_paths(pairs: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str | int, ...]]:
+        """``paths`` from outside; ``TypeError`` or ``ValueError`` if they cannot be some."""
+        return {_checked(name, str): _path(name, at) for name, at in pairs}
 
 
 def check_id(given: str | os.PathLike[str] | None, own: str) -> None:
@@ -89,6 +96,21 @@ def check_id(given: str | os.PathLike[str] | None, own: str) -> None:
             f"checkpoint_id={os.fspath(given)!r:.80}, but this is {own}",
             hint="leave checkpoint_id out: run and step say which checkpoint it is",
         )
+
+
+def uncovered(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> str:
+    """Why boxes (offset, shape) within a tensor do not fill it, each element once; else empty."""
+    full = [(offset, box) for offset, box in boxes if 0 not in box]
+    have, need = sum(math.prod(box) for _, box in full), math.prod(shape)
+    if have != need or not boxes:
+        return f"{have:,} of {need:,} elements were saved"
+    if len(full) > 1:
+        starts = np.array([offset for offset, _ in full], np.int64)
+        ends = starts + np.array([box for _, box in full], np.int64)
+        meet = ((starts[:, None] < ends) & (starts < ends[:, None])).all(axis=2)
+        if meet.sum() > len(full):
+            return "some elements were saved twice, and others not"
+    return ""
 
 
 # -- saving ---------------------------------------------------------------------------------------
@@ -272,6 +294,8 @@ def read_contents(trees: Iterable[dict[Any, Any]]) -> Contents:
             if name in notes.values:
                 found[name], values[name] = BytesStorageMetadata(), (rank, node)
                 continue
+            if node == []:
+                raise CorruptFragment(f"{name!r:.80}: no part of it")
             for stored in node if isinstance(node, list) else [node]:
                 offset = _add_chunk(found, name, stored)
                 tensors[name, offset] = rank, stored.name
@@ -309,10 +333,7 @@ def _gaps(found: Mapping[str, Any]) -> list[str]:
     problems = []
     for name, about in found.items():
         if isinstance(about, TensorStorageMetadata):
-            have = sum(math.prod(chunk.sizes) for chunk in about.chunks)
-            offsets = Counter(
-                tuple(chunk.offsets) for chunk in about.chunks if 0 not in chunk.sizes
-            )
-            if have != math.prod(about.size) or any(count > 1 for count in offsets.values()):
-                problems.append(f"{name}: {have} of {math.prod(about.size)} elements were saved")
+            boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in about.chunks]
+            problem = uncovered(tuple(about.size), boxes)
+            problems += [f"{name}: {problem}"] if problem else []
     return problems

@@ -11,6 +11,8 @@ import threading
 import time
 from weakref import WeakKeyDictionary
 
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
 from ecckpt.checkpointer import Checkpointer
 from ecckpt.errors import SaveTimedOut
 
@@ -41,9 +43,21 @@ class Turn:
 
 
 class Turns:
-    """The saves of one Checkpointer on this rank, in the order in which they asked."""
+    """The saves of one Checkpointer on this rank, in the order in which they asked.
+
+    ``stager`` copies the state for whoever has the turn. It keeps its memory for the next save:
+    fresh pages would cost the caller more than the copying does.
+    """
 
     def __init__(self) -> None:
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
         self._lock = threading.Lock()
         self._last: Turn | None = None
 

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -32,7 +31,7 @@ from ecckpt.integrations.dcp_shard import (
     disagreements,
     shard_state,
 )
-from ecckpt.integrations.dcp_turns import Turn, turns_of
+from ecckpt.integrations.dcp_turns import Turn, Turns, turns_of
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
 from ecckpt.state import plan_shard
@@ -84,12 +83,12 @@ class Writer(StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state in CPU memory, once the save before is over (``async_save``)."""
-        self._begin(staged=True)
-        stager = DefaultStager(StagingOptions(False, False, False, False))
+        turn, turns = self._begin(staged=True)
         try:
-            staged = stager.stage(state_dict)
-        finally:
-            stager.close()
+            staged = turns.stager.stage(state_dict)
+        except BaseException:
+            turn.drop()
+            raise
         assert isinstance(staged, dict), "staged at once, as was asked for"
         return staged
 
@@ -112,7 +111,7 @@ class Writer(StorageWriter):
             "_is_coordinator": False,
         }
 
-    def _begin(self, *, staged: bool) -> None:
+    def _begin(self, *, staged: bool) -> tuple[Turn, Turns]:
         if self._ticket is not None or self._checkpointer is None:
             raise WrongOrder(
                 f"the writer of step {self._step} is used a second time",
@@ -120,14 +119,15 @@ class Writer(StorageWriter):
             )
         turn = Turn(self._step)
         turn.staged = staged
-        timeout_s = self._checkpointer.save_timeout_s
-        turns_of(self._checkpointer).take(turn, timeout_s=timeout_s)
+        turns = turns_of(self._checkpointer)
+        turns.take(turn, timeout_s=self._checkpointer.save_timeout_s)
         try:
             self._ticket = self._checkpointer.ticket(self._step)
         except BaseException:
             turn.drop()
             raise
         self._turn = turn
+        return turn, turns
 
     def _enter(self) -> None:
         """The save begins, in this thread."""

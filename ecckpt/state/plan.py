@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import math
 import mmap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ecckpt.collector import collector_paused
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
 from ecckpt.state.dtypes import BYTES_NAMES, CODE_OF
@@ -24,10 +24,10 @@ from ecckpt.state.layout import (
     render_header,
 )
 from ecckpt.state.metadata import Notes
+from ecckpt.state.parts import Parts
 from ecckpt.state.paths import Path, tensor_names
 from ecckpt.state.replicas import Claim, Replicas, checksums, form_of
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import Parts
 from ecckpt.state.tree import flatten
 
 
@@ -56,6 +56,7 @@ class _Layout(NamedTuple):
     header: str
     data_bytes: int
     claimed: tuple[int, ...]  # those of the covered ones that are stored in shares
+    claimed_bytes: NDArray[np.int64]
     claimed_names: tuple[str, ...]
     claimed_form: bytes
 
@@ -122,7 +123,7 @@ class ShardPlan:
         layout = self._layout
         if layout.claimed:
             wholes = [self._parts.wholes[index] for index in layout.claimed]
-            sums = checksums(wholes, threads=threads)
+            sums = checksums(wholes, layout.claimed_bytes, threads=threads)
             self.claim = Claim(layout.claimed_names, layout.claimed_form, sums)
 
     @classmethod
@@ -170,32 +171,17 @@ def plan_shard(
     ``UnsupportedState``, with the path, for what cannot be stored, before anything is written, and
     ``InvalidConfig`` for ``replicas`` that name nothing.
     """
-    with _collector_paused():
+    with collector_paused():
         return ShardPlan.of(state, previous, boxes or {}, replicas)
 
 
 def _covered(
     state: dict[Any, Any], paths: tuple[Path, ...], replicas: Replicas | None
 ) -> frozenset[int]:
-    if replicas is None:
+    if replicas is None or not replicas.patterns:
         return frozenset()
     replicas.check(state)
     return frozenset(index for index, path in enumerate(paths) if replicas.covers(path))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A few tuples per tensor are enough for Python to go through all objects of the program.
-
-    With 20,000 tensors that takes longer than the plan; none of the tuples is garbage.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _Columns) -> _Layout:
@@ -243,6 +229,13 @@ def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _Columns
         header=render_entries(entries, notes.render()),
         data_bytes=max((entry.end for entry in entries), default=0),
         claimed=tuple(claimed),
+        claimed_bytes=np.array(
+            [
+                columns.dtypes[index].itemsize * math.prod(columns.shardings[index].shape)
+                for index in claimed
+            ],
+            np.int64,
+        ),
         claimed_names=tuple(names[index] for index in claimed),
         claimed_form=form_of(
             [

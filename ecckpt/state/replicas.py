@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,21 +59,44 @@ class Replicas:
                 covered = bare == pattern
         return covered
 
-    def sharding(self, tensor: torch.Tensor) -> Sharding | None:
-        """A named tensor as all ranks have it; None for one that cannot be cut into shares."""
-        shape = tuple(tensor.shape)
-        if self.ranks == 1 or not shape or 0 in shape:
-            return None
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return Sharding(
-            shape=shape,
-            stride=stride,
-            placements=("R",),
-            mesh_shape=(self.ranks,),
-            coordinate=(self.rank,),
-            offset=(0,) * len(shape),
-            plain=True,
-        )
+    def share(self, shape: torch.Size) -> Share | None:
+        """This rank's share of a tensor that was named; None for one that cannot be cut."""
+        return _share(shape, self.rank, self.ranks)
+
+
+class Share(NamedTuple):
+    """A share of a tensor, and its own shape.
+
+    ``start`` is the first of its elements in C order; None if others lie between them.
+    """
+
+    sharding: Sharding
+    shape: torch.Size
+    start: int | None
+
+
+@lru_cache(maxsize=1 << 14)  # a model has many tensors, but of few shapes
+def _share(shape: torch.Size, rank: int, ranks: int) -> Share | None:
+    if ranks == 1 or not shape or 0 in shape:
+        return None
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    whole = Sharding(
+        shape=tuple(shape),
+        stride=stride,
+        placements=("R",),
+        mesh_shape=(ranks,),
+        coordinate=(rank,),
+        offset=None,
+        plain=True,
+    )
+    held = whole.share(tuple(shape))
+    assert held is not None, "there are other ranks, and something to share"
+    dim, start, length = held
+    sizes, offset = list(shape), [0] * len(shape)
+    sizes[dim], offset[dim] = length, start
+    is_range = math.prod(shape[:dim]) == 1
+    sharding = replace(whole, held=held, offset=tuple(offset))
+    return Share(sharding, torch.Size(sizes), start * stride[dim] if is_range else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,17 +135,18 @@ def form_of(described: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> by
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
-def checksums(tensors: Sequence[torch.Tensor], *, threads: int) -> NDArray[np.uint32]:
-    """The CRC32C of the elements of each, in C order, wherever and however they lie."""
-    sums = np.zeros(len(tensors), np.uint32)
-    spans = np.zeros((len(tensors), 2), np.int64)
-    for at, tensor in enumerate(tensors):
-        if is_raw(tensor):
-            spans[at] = tensor.data_ptr(), tensor.nbytes
-    sums[:] = checksum_many(spans, threads=threads)
-    for at in np.flatnonzero(spans[:, 0] == 0).tolist():
+def checksums(
+    tensors: Sequence[tuple[torch.Tensor, int]], sizes: NDArray[np.int64], *, threads: int
+) -> NDArray[np.uint32]:
+    """The CRC32C of the elements of each tensor, in C order, wherever and however they lie.
+
+    Tensors come with the address at which so many bytes of them are, or 0 if it is not as simple.
+    """
+    addresses = np.fromiter((address for _, address in tensors), np.int64, len(tensors))
+    sums = checksum_many(np.column_stack((addresses, sizes * (addresses > 0))), threads=threads)
+    for at in np.flatnonzero(addresses == 0).tolist():
         # One after another: a copy of each is all that is needed at a time.
-        plain = tensors[at].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        plain = tensors[at][0].detach().cpu().resolve_conj().resolve_neg().contiguous()
         span = np.array([[plain.data_ptr(), plain.nbytes]], np.int64)
         sums[at] = checksum_many(span, threads=threads)[0]
     return sums

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ecckpt.errors import UnsupportedState
 from ecckpt.state.dtypes import STORED
 from ecckpt.state.paths import Path, describe
-from ecckpt.state.replicas import Replicas, is_raw
 from ecckpt.state.sharding import Sharding, Shardings, has_partial, is_dtensor, local_tensor
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Part(NamedTuple):
@@ -30,13 +27,13 @@ def part_of(value: torch.Tensor, path: Path, shardings: Shardings) -> Part:
 
     Raises ``UnsupportedState`` for what has no plain memory, or none that safetensors can hold.
     """
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         local, sharding = value, None
     elif is_dtensor(value):
         if has_partial(value):  # type: ignore[arg-type]
             _refuse(path, "a DTensor with Partial placement", "redistribute it to Shard first")
         local, sharding = local_tensor(value), shardings.of(value)  # type: ignore[arg-type]
-        if type(local) not in _PLAIN_TYPES:
+        if type(local) not in PLAIN_TYPES:
             _refuse(path, f"a DTensor over a {type(local).__name__}", _TO_PLAIN)
     else:
         _refuse(path, f"a tensor of the class {type(value).__name__}", _TO_PLAIN)
@@ -60,81 +57,6 @@ def share_of(part: Part) -> Part:
         at + (start if each == dim else 0) for each, at in enumerate(sharding.offset)
     )
     return Part(local.narrow(dim, start, length), replace(sharding, held=held, offset=offset))
-
-
-class Parts:
-    """What a rank stores of many tensors, in columns: what a plan goes by, looked at once.
-
-    Of 20,000 tensors each look costs a save milliseconds, as they lie all over the memory.
-    """
-
-    def __init__(self) -> None:
-        self.locals: list[torch.Tensor] = []
-        self.dtypes: list[torch.dtype] = []
-        self.shapes: list[torch.Size] = []
-        self.addresses: list[int] = []
-        self.raw: list[bool] = []  # whether the bytes in memory, from the address on, are to store
-        self.shardings: dict[int, Sharding] = {}  # of those that are parts of others, by index
-        self.wholes: dict[int, torch.Tensor] = {}  # of those that all ranks are said to have
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Sequence[torch.Tensor],
-        paths: Sequence[Path],
-        shardings: Shardings,
-        replicas: Replicas | None = None,
-        covered: Collection[int] = (),
-    ) -> Self:
-        """The parts of ``tensors``, as ``share_of`` and ``part_of`` give and refuse them.
-
-        ``covered`` are the indices of those that ``replicas`` says are the same on all ranks.
-        """
-        parts = cls()
-        locals_, dtypes, shapes = parts.locals, parts.dtypes, parts.shapes
-        addresses, raw = parts.addresses, parts.raw
-        for index, tensor in enumerate(tensors):
-            local, dtype = tensor, tensor.dtype
-            on_cpu = local.is_cpu
-            # What most tensors are; `part_of` looks at the others more closely.
-            if not (
-                on_cpu
-                and type(tensor) in _PLAIN_TYPES
-                and dtype in STORED
-                and tensor.layout is torch.strided
-                and not tensor.is_nested
-                and index not in covered
-            ):
-                part = part_of(tensor, paths[index], shardings)
-                if replicas is not None and index in covered and part.sharding is None:
-                    part = Part(part.local, replicas.sharding(part.local))
-                    if part.sharding is not None:
-                        parts.wholes[index] = part.local
-                local, sharding = share_of(part)
-                dtype, on_cpu = local.dtype, local.is_cpu
-                if sharding is not None:
-                    parts.shardings[index] = sharding
-            locals_.append(local)
-            dtypes.append(dtype)
-            shapes.append(local.shape)
-            addresses.append(local.data_ptr())
-            raw.append(on_cpu and is_raw(local))
-        return parts
-
-    def owners(self) -> list[int]:
-        """By index, the first of those that a tensor is tied to, or itself."""
-        owners = list(range(len(self.locals)))
-        if len(set(self.addresses)) == len(owners):
-            return owners
-        # Only what begins where another begins can be tied to it.
-        counts = Counter(self.addresses)
-        known: dict[Any, int] = {}
-        for index, address in enumerate(self.addresses):
-            if counts[address] > 1:
-                part = Part(self.locals[index], self.shardings.get(index))
-                key = memory_key(part)
-                owners[index] = index if key is None else known.setdefault(key, index)
-        return owners
 
 
 def memory_key(part: Part) -> Any:

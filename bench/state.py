@@ -1,0 +1,203 @@
+"""Saving and restoring beside what torch has, in units of one memcpy: ``python -m bench.state``.
+
+The state is that of ``bench.save``: 256 MiB of CPU tensors, hundreds of a small GPT or, with
+``--tensors 20000``, that many of equal size. One process; all files are in tmpfs, as ecckpt's
+memory is. In each round every case runs once, so that the machine's moods meet all of them; a
+figure is the median over the rounds of (its time / the round's ``memcpy`` of as many bytes into
+memory that was touched before). ecckpt codes with RS(3, 2) over six agents on this machine, which
+goes on after its ``save`` returns; the next case begins when that is committed.
+
+- *stall* cases are timed until the caller may change the state, the others until all is written.
+- ``dcp.async_save`` is given a stager that it may keep: its buffers are used again.
+- *into the state*: restoring ends with the values in the tensors that were there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+import ecckpt
+from bench.record import machine
+from bench.save import STATE_BYTES, WARM_UP_ROUNDS, even_state, gpt_state
+from ecckpt.integrations.torch_dcp import Reader, Writer
+from ecckpt.testing import LocalCluster
+
+ROUNDS = 7
+RECORD = Path(__file__).parent / "STATE.md"
+
+State = dict[str, dict[str, torch.Tensor]]
+Timed = Callable[[], float]
+
+
+def timed(act: Callable[[], Any], settle: Callable[[Any], object] = lambda _: None) -> Timed:
+    """Something that runs ``act`` and returns its seconds; ``settle`` its result is not counted."""
+
+    def run() -> float:
+        started_s = time.perf_counter()
+        result = act()
+        seconds = time.perf_counter() - started_s
+        settle(result)
+        return seconds
+
+    return run
+
+
+def copies(state_bytes: int) -> dict[str, Timed]:
+    """The unit."""
+    source, target = np.ones(state_bytes, np.uint8), np.ones(state_bytes, np.uint8)
+
+    def copy() -> None:
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, state_bytes)
+
+    return {"memcpy": timed(copy)}
+
+
+def torch_cases(state: State, folder: Path) -> dict[str, Timed]:
+    """One file with ``torch.save``, and a folder of DCP's own."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def load() -> None:
+        for kind, tensors in torch.load(folder / "one.pt", weights_only=True, mmap=True).items():
+            for name, tensor in tensors.items():
+                state[kind][name].copy_(tensor)
+
+    def save() -> None:
+        dcp.save(
+            state, storage_writer=dcp.FileSystemWriter(folder / "dcp", overwrite=True), no_dist=True
+        )
+
+    def save_later() -> Any:
+        writer = dcp.FileSystemWriter(folder / "dcp", overwrite=True)
+        return dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+
+    return {
+        "torch.save": timed(lambda: torch.save(state, folder / "one.pt")),
+        "torch.load, into the state": timed(load),
+        "dcp.save": timed(save),
+        "dcp.async_save, stall": timed(save_later, lambda future: future.result(120)),
+        "dcp.load, into the state": timed(
+            lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "dcp"))
+        ),
+    }
+
+
+@contextlib.contextmanager
+def our_cases(state: State) -> Iterator[dict[str, Timed]]:
+    """Checkpointer, and the same memory under DCP; other runs are restored than save.
+
+    For a restore begins a new timeline, and the first save of one has no slot from before.
+    """
+    with LocalCluster(nodes=6) as cluster, contextlib.ExitStack() as stack:
+        agents, root = cluster.addresses(), cluster.root("n0")
+        saving, under, restoring, loading = (
+            stack.enter_context(ecckpt.Checkpointer(run, code=(3, 2), root=root, agents=agents))
+            for run in ("saves", "dcp-saves", "restores", "dcp-loads")
+        )
+        steps = iter(range(1 << 20))
+        for each in (saving, restoring):
+            each.restore(state)
+        for each in (under, loading):
+            Reader(each)
+        assert restoring.save(0, state).wait(120)
+        dcp.save(state, storage_writer=Writer(loading, 0))
+
+        def save_later() -> Any:
+            return dcp.async_save(state, storage_writer=Writer(under, next(steps)))
+
+        cases = {
+            "ecckpt save, stall": timed(
+                lambda: saving.save(next(steps), state), lambda handle: handle.wait(120)
+            ),
+            "ecckpt save, committed": timed(lambda: saving.save(next(steps), state).wait(120)),
+            "ecckpt restore, into the state": timed(
+                lambda: restoring.restore(state), lambda restored: restored.reprotection.wait(120)
+            ),
+            "dcp.save to ecckpt, committed": timed(
+                lambda: dcp.save(state, storage_writer=Writer(under, next(steps)))
+            ),
+            "dcp.async_save to ecckpt, stall": timed(save_later, lambda future: future.result(120)),
+            "dcp.load from ecckpt, into the state": timed(
+                lambda: dcp.load(state, storage_reader=Reader(loading))
+            ),
+        }
+        for _ in range(WARM_UP_ROUNDS):
+            for name, case in cases.items():
+                if "save" in name:
+                    case()
+        yield cases
+
+
+def measure(state: State, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every case in every round."""
+    state_bytes = sum(each.nbytes for kind in state.values() for each in kind.values())
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ecckpt-bench-") as folder,
+        our_cases(state) as ours,
+    ):
+        cases = {**copies(state_bytes), **ours, **torch_cases(state, Path(folder))}
+        seconds: dict[str, list[float]] = {name: [] for name in cases}
+        for turn in range(rounds + 1):
+            for name, case in cases.items():
+                taken_s = case()
+                if turn:  # the first is to warm up
+                    seconds[name].append(taken_s)
+    return seconds
+
+
+def record(ratios: dict[str, float], tensors: int) -> None:
+    """Append a dated row to STATE.md, whose table has a column for each case."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    names = [line for line in RECORD.read_text().splitlines() if line.startswith("| date")]
+    columns = [cell.strip() for cell in names[-1].strip("|").split("|")][4:]
+    cells = [f"{ratios[name]:.2f}" if name in ratios else "" for name in columns]
+    facts = [today, machine(), torch.__version__, f"{tensors:,}"]
+    RECORD.write_text(RECORD.read_text() + f"| {' | '.join(facts + cells)} |\n")
+
+
+def main() -> None:
+    """Print ratios and medians, and one line of JSON."""
+    parser = argparse.ArgumentParser(prog="bench.state", description=__doc__)
+    parser.add_argument("--tensors", type=int, help="this many of equal size, not those of a GPT")
+    parser.add_argument("--mib", type=int, default=STATE_BYTES >> 20, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--record", action="store_true", help="append a row to bench/STATE.md")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    size = chosen.mib << 20
+    state = even_state(size, chosen.tensors) if chosen.tensors else gpt_state(size)
+    with warnings.catch_warnings():  # that there is one process only is meant
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint", UserWarning)
+        seconds = measure(state, chosen.rounds)
+    unit = seconds["memcpy"]
+    ratios = {
+        name: statistics.median(each / base for each, base in zip(taken, unit, strict=True))
+        for name, taken in seconds.items()
+    }
+    print(f"{'':40} {'x memcpy':>9} {'median s':>9}")
+    for name, taken in seconds.items():
+        print(f"{name:40} {ratios[name]:9.2f} {statistics.median(taken):9.3f}")
+    tensors = sum(map(len, state.values()))
+    print(json.dumps({"tensors": tensors, "torch": torch.__version__, "x_memcpy": ratios}))
+    if chosen.record:
+        record(ratios, tensors)
+
+
+if __name__ == "__main__":
+    main()

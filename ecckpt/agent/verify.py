@@ -1,0 +1,142 @@
+"""Proving the files of this node, block by block: when somebody asks, and on disk all the time.
+
+What is found bad is reported and stays: its good blocks still help to decode a shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ecckpt.agent.coding import bad_blocks
+from ecckpt.blocks import span_of
+from ecckpt.errors import CorruptFragment, EcckptError
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table, parse_superblock
+
+if TYPE_CHECKING:
+    from ecckpt.agent.driver import Driver
+    from ecckpt.agent.ledger import Entry
+    from ecckpt.tiers.disk import DiskFile
+
+_log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 4 << 20
+_REST_S = 60.0
+
+Blocks = list[tuple[int, int]]
+Pace = Callable[[int], None]
+
+
+def pace_of(bytes_per_s: float) -> Pace:
+    """Called with each number of bytes read, it keeps them to that rate (0: any)."""
+    started_s, total = time.monotonic(), 0
+
+    def wait(count: int) -> None:
+        nonlocal total
+        total += count
+        ahead_s = total / bytes_per_s - (time.monotonic() - started_s) if bytes_per_s else 0
+        if ahead_s > 0:
+            time.sleep(ahead_s)
+
+    return wait
+
+
+def check_entry(entry: Entry, pace: Pace) -> Blocks:
+    """(index, row) of the blocks in memory that fail their CRC32C; the entry is pinned."""
+    assert entry.table is not None
+    bad: Blocks = []
+    for index, rows, offset, length in _windows(entry.header):
+        start = SUPERBLOCK_BYTES + offset
+        view = entry.region.view[start : start + length]
+        bad += _shifted(bad_blocks(entry.header, index, view, entry.table, rows), rows)
+        pace(length)
+    return bad
+
+
+def check_file(file: DiskFile, pace: Pace) -> Blocks:
+    """(index, row) of the blocks on disk that fail their CRC32C.
+
+    Raises ``CorruptFragment`` if what stands around them is not what it was, ``OSError`` if it
+    cannot be read.
+    """
+    header, bad = file.header, Blocks()
+    descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        superblock = os.pread(descriptor, SUPERBLOCK_BYTES, 0)
+        trailer = os.pread(descriptor, header.trailer_bytes, header.trailer_offset)
+        name = file.path.name
+        if parse_superblock(superblock, name) != header or trailer != pack_table(file.table):
+            raise CorruptFragment(f"{name}: superblock or table is another one than it was")
+        buffer = memoryview(bytearray(min(_WINDOW_BYTES + header.block_bytes, header.file_bytes)))
+        for index, rows, offset, length in _windows(header):
+            view = buffer[:length]
+            got = os.preadv(descriptor, [view], SUPERBLOCK_BYTES + offset)
+            if got != length:
+                raise CorruptFragment(f"{name}: {got} of {length} bytes could be read")
+            bad += _shifted(bad_blocks(header, index, view, file.table, rows), rows)
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+            pace(length)
+    finally:
+        os.close(descriptor)
+    return bad
+
+
+class Scrub:
+    """One thread that reads the disk's files again and again, ``bytes_per_s`` at most."""
+
+    def __init__(self, driver: Driver, *, bytes_per_s: float) -> None:
+        self._driver = driver
+        self._bytes_per_s = bytes_per_s
+
+    def start(self) -> None:
+        """Begin; it goes on for as long as the process does."""
+        threading.Thread(target=self._run, name="scrub", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_REST_S)
+            try:
+                self.round()
+            except Exception:
+                _log.exception("scrubbing failed")
+
+    def round(self) -> None:
+        """Read every file that is on disk now, once."""
+        pace = pace_of(self._bytes_per_s)
+        for file in self._driver.files():
+            why = verdict_on(file, pace)
+            if why and self._driver.note_damage(file, why):
+                _log.warning("damaged: %s: %s", file.path.name, why)
+
+
+def verdict_on(file: DiskFile, pace: Pace) -> str:
+    """What is wrong with a file on disk; empty if nothing is, or it has been removed."""
+    try:
+        bad = check_file(file, pace)
+    except FileNotFoundError:
+        return ""
+    except (EcckptError, OSError) as error:
+        return str(error)
+    return f"{len(bad)} of {_block_count(file.header)} blocks fail their CRC32C" if bad else ""
+
+
+def _block_count(header: Header) -> int:
+    return header.rows * (header.k if header.index == HOME else 1)
+
+
+def _windows(header: Header) -> Iterator[tuple[int, slice, int, int]]:
+    """Fragment, rows, and where these lie within the payload, in pieces of some MiB."""
+    step = max(1, _WINDOW_BYTES // header.block_bytes)
+    for place, index in enumerate(range(header.k) if header.index == HOME else [header.index]):
+        for first in range(0, header.rows, step):
+            rows = slice(first, min(first + step, header.rows))
+            span = span_of(header, rows)
+            yield index, rows, place * header.fragment_bytes + span.start, span.stop - span.start
+
+
+def _shifted(bad: Blocks, rows: slice) -> Blocks:
+    return [(index, rows.start + row) for index, row in bad]
