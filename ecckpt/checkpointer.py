@@ -197,8 +197,8 @@ class Checkpointer:
         of all nodes. Asks this node's agent; raises ``AgentUnreachable``.
         """
         run = self._cluster.agent.status()["runs"].get(self._config.run, {})
-        guard = run.get("guard")
-        return guard and guard["margin"]
+        margin: int | None = run["guard"]["margin"] if run.get("guard") else None
+        return margin
 
     # -- save -------------------------------------------------------------------------------------
 

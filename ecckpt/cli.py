@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ecckpt.importing import Imported
     from ecckpt.integrations.dcp_directory import ExportedDcp
     from ecckpt.opening import Opened
+    from ecckpt.repairing import RepairPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +87,14 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument("--token-file", type=Path, default=node.token_file)
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(act=_verify)
+    repair = commands.add_parser("repair", help="make fragments again that no node holds any more")
+    repair.add_argument("run")
+    repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="all that may hold some")
+    repair.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    repair.add_argument("--timeout-s", type=float, default=600.0, help="for all of it (600)")
+    repair.add_argument("--token-file", type=Path, default=node.token_file)
+    repair.add_argument("--json", action="store_true")
+    repair.set_defaults(act=_repair)
     plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
     plan.add_argument("run")
     plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
@@ -204,12 +213,26 @@ def _status(arguments: argparse.Namespace) -> int:
             f"{facts['home_copies']} home copies, {facts['fragments']} fragments, "
             f"{facts['used_bytes']:,} bytes"
         )
+        _print_guard(facts["guard"])
         _print_disk(facts)
         for name, why in facts["rejected"].items():
             print(f"    not adopted: {name}: {why}")
     if status["disk"]["problem"]:
         print(f"  disk: {status['disk']['problem']}")
     return 0
+
+
+def _print_guard(guard: dict[str, Any] | None) -> None:
+    if guard is None:
+        return
+    margin = "how many is not known yet" if guard["margin"] is None else f"any {guard['margin']}"
+    print(f"    shards of this node's ranks survive more node losses: {margin}")
+    if guard["missing"]:
+        lost = f", lost: {', '.join(guard['lost'])}" if guard["lost"] else ""
+        doing = f", repairing {guard['repairing']}" if guard["repairing"] else ""
+        print(f"    fragments missing: {guard['missing']}{lost}{doing}")
+    if guard["problem"]:
+        print(f"    last repair: {guard['problem']}")
 
 
 def _print_disk(facts: dict[str, Any]) -> None:
@@ -247,6 +270,57 @@ def _verify(arguments: argparse.Namespace) -> int:
     if all(each.silent for each in checked):
         return 2
     return 1 if any(each.bad or each.silent for each in checked) else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.repairing import Repairer
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    repairer = Repairer(arguments.run, agents, timeout_s=arguments.timeout_s)
+    for address, why in repairer.silent.items():
+        print(f"no answer: {address}: {why}", file=sys.stderr)
+    plan = repairer.plan()
+    if arguments.dry_run:
+        _print_mends(plan, as_json=arguments.json)
+        return 0 if plan.report.state == "complete" else 1
+    done = repairer.carry_out(plan)
+    if arguments.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.generation}: {done.shards_fetched} shards brought to a home, {done.fragments} "
+            f"fragments made again; survives {done.margin} more node losses, "
+            f"{done.margin_before} before"
+        )
+        for problem in done.problems:
+            print(f"  {problem}")
+        if not done.complete and not done.problems:
+            print("  more is missing, and no node could take it: too few nodes")
+    return 0 if done.complete else 1
+
+
+def _print_mends(plan: RepairPlan, *, as_json: bool) -> None:
+    rows = [
+        {
+            "rank": mend.header.shard.rank,
+            "home": mend.home,
+            "fetch": mend.fetch,
+            "targets": {str(index): node for index, node in mend.targets.items()},
+        }
+        for mend in plan.mends
+    ]
+    report = plan.report
+    if as_json:
+        facts = {"generation": str(report.generation), "state": report.state}
+        print(json.dumps(facts | {"margin": report.margin, "repairs": rows}))
+        return
+    print(f"{report.generation}: {report.state}, survives {report.margin} more node losses")
+    for mend in plan.mends:
+        where = ", ".join(f"fragment {index} to {node}" for index, node in mend.targets.items())
+        home = f"{'fetched to' if mend.fetch else 'from'} {mend.home}"
+        print(f"  rank {mend.header.shard.rank}, {home}: {where or 'no fragments'}")
 
 
 def _plan_restore(arguments: argparse.Namespace) -> int:

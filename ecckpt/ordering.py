@@ -39,12 +39,6 @@ def way_home(
     """How a shard that is not lost comes to its rank's node; ``address`` is each node's."""
     assert shard.header is not None
     header = shard.header.at(HOME)
-    sources = []
-    for index in range(header.n):
-        copies = shard.homes if index < header.k else ()
-        nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
-        if nodes:
-            sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
     missing: Mapping[int, str] = {}
     if placement.code.holders and len(shard.fragments) < header.n:
         missing = plan_repair(
@@ -55,7 +49,20 @@ def way_home(
             nodes=_nearest(placement, home),
         )
     targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
-    return Way(replace(header, home=home), home in shard.homes, tuple(sources), tuple(targets))
+    local, sources = home in shard.homes, sources_of(shard, address)
+    return Way(replace(header, home=home), local, sources, tuple(targets))
+
+
+def sources_of(shard: ShardReport, address: Mapping[str, str]) -> tuple[wire.Sources, ...]:
+    """Where what is left of a shard can be pulled from; data fragments also out of home copies."""
+    assert shard.header is not None
+    sources = []
+    for index in range(shard.header.n):
+        copies = shard.homes if index < shard.header.k else ()
+        nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
+        if nodes:
+            sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
+    return tuple(sources)
 
 
 def guard_of(

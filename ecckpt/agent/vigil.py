@@ -120,7 +120,9 @@ class Vigil:
 
         Where the holders have it whole, they are all that matters.
         """
-        since_s = max(since_s, self._since_s.get(shard, math.inf))
+        if shard not in self._since_s:
+            return False
+        since_s = max(since_s, self._since_s[shard])
         asked = self.holders if self._whole(shard) else self.sights
         return all(sight.knows(shard, since_s) for sight in asked)
 
