@@ -54,7 +54,8 @@ def start(config: NodeConfig) -> subprocess.Popen[bytes]:
     private_folder(config.root)
     command = [sys.executable, "-m", "ecckpt", "agent", "--root", str(config.root)]
     command += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
-    command += ["--engine", config.engine]
+    command += ["--engine", config.engine, "--cpus", config.cpus]
+    command += ["--nice", str(config.nice), "--pull-mb-s", str(config.pull_mb_s)]
     if config.disk:
         command += ["--disk", str(config.disk)]
     if config.token_file:

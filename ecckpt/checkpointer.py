@@ -9,6 +9,7 @@ through and commits.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -33,9 +34,9 @@ from ecckpt.errors import (
 )
 from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
+from ecckpt.guarding import guard
 from ecckpt.joining import join
 from ecckpt.native import prefer
-from ecckpt.ordering import guard_of
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
@@ -46,16 +47,16 @@ from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
 from ecckpt.state import Replicas, ShardPlan, plan_shard
 from ecckpt.storing import Disks, Storer
+from ecckpt.tracing import Moment, Tracer, moment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
 
-_GUARD_TIMEOUT_S = 2.0
-
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
 _SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
+_SPANS_TIMEOUT_S = 2.0
 
 
 class Checkpointer:
@@ -146,6 +147,7 @@ class Checkpointer:
             meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
+        self._tracer = Tracer()
         peers, agent = self._cluster.peers, self._cluster.agent
         # Rank 0 decides for all; on others it is never begun.
         storer = self._storer = Storer(run, peers, self._disks(disk_bytes))
@@ -264,13 +266,17 @@ class Checkpointer:
         self._ticket = None
 
     def _stage(self, handle: SaveHandle, shard: ShardId, state: dict[str, Any]) -> None:
-        plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
+        with self._tracer.span("plan", shard):
+            plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
         header = self._header(shard, plan.shard_bytes)
-        slot = self._reserver.take(self._wish(header))
-        payload = self._slots.payload(slot, header.payload_bytes)
-        plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
-        # A recycled slot holds an older shard; what lies beyond this one is coded too.
-        payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
+        with self._tracer.span("slot", shard):
+            slot = self._reserver.take(self._wish(header))
+            payload = self._slots.payload(slot, header.payload_bytes)
+        with self._tracer.span("copy", shard):
+            plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
+            # A recycled slot holds an older shard; what lies beyond this one is coded too.
+            payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
+        staged = moment()
         handle.shard_bytes = plan.shard_bytes
         handle.mark_staged()
         self._plan = plan
@@ -289,9 +295,15 @@ class Checkpointer:
                 start,
                 counted=True,
                 claim=plan.claim,
-                ended=lambda error: self._ended(header, error),
+                ended=lambda error: self._ended(header, staged, error),
             )
         )
+
+    def _send_spans(self) -> None:
+        """Leave it with the agent where time went; called in the background."""
+        with contextlib.suppress(EcckptError, OSError):  # a look that is missing hurts nobody
+            agent = replace(self._cluster.agent, timeout_s=_SPANS_TIMEOUT_S)
+            agent.spans(wire.Spans(self._config.run, self._tracer.take()))
 
     def _wish(self, header: Header) -> wire.Reserve:
         return wire.Reserve(
@@ -302,11 +314,13 @@ class Checkpointer:
             discard=tuple(self._given_up),
         )
 
-    def _ended(self, header: Header, error: EcckptError | None) -> None:
+    def _ended(self, header: Header, staged: Moment, error: EcckptError | None) -> None:
         """A save has committed or failed: have a slot for the next, which will be about as large.
 
         Called by the watcher's thread, while the handle still keeps ``save`` from going on.
         """
+        self._tracer.since(staged, "protect and commit", header.shard)
+        self._watcher.call(self._send_spans)
         if header.shard.generation.timeline != self._timeline:
             return
         if error is None:
@@ -386,7 +400,10 @@ class Checkpointer:
 
     def _as_it_was(self) -> NodeConfig:
         home = self._cluster.home
-        return replace(self._node, node=home.node, domain=home.domain, listen=home.address)
+        disk = self._cluster.disk
+        return replace(
+            self._node, node=home.node, domain=home.domain, listen=home.address, disk=disk
+        )
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
 
@@ -410,6 +427,10 @@ class Checkpointer:
             timeout_s=self._config.save_timeout_s,
         )
         return self._ticket
+
+    def stage(self, ticket: Ticket, plan: ShardPlan) -> None:
+        """``ticket.stage`` in this process, where slots are mapped already."""
+        ticket.stage(plan, self._slots)
 
     def find(self, *, step: int | None = None) -> Found | None:
         """Begin a new timeline, and say what there is to continue from: the newest, or ``step``.
@@ -470,6 +491,7 @@ class Checkpointer:
             state, Wanted(step, generation), required=resume == "required"
         )
         self._begin(order, restorer)
+        self._watcher.call(self._send_spans)
         if restored is not None:
             self._parent = restored.generation
             self._protect_again(order, restored)
@@ -484,6 +506,7 @@ class Checkpointer:
             number=self._restores,
             after=self._timeline or 0,
             timeout_s=self._config.restore_timeout_s,
+            tracer=self._tracer,
         )
 
     def _begin(self, order: Order, restorer: Restorer) -> None:
@@ -494,21 +517,10 @@ class Checkpointer:
         self._watcher.call(self._guard)
 
     def _guard(self) -> None:
-        """Have this node's agent watch who holds what its ranks save."""
-        message = guard_of(
-            self._config.run,
-            self._cluster.home.node,
-            self._cluster.placement,
-            {node: peer.address for node, peer in self._cluster.peers.items()},
-            writer=self._timeline or 0,
-            local_ranks=self._local_ranks,
-            memory_bytes=self._cluster.memory_bytes,
-            timeout_s=0.5 * self._config.save_timeout_s,
+        timeout_s = 0.5 * self._config.save_timeout_s
+        guard(
+            self._cluster, self._timeline or 0, local_ranks=self._local_ranks, timeout_s=timeout_s
         )
-        try:
-            replace(self._cluster.agent, timeout_s=_GUARD_TIMEOUT_S).guard(message)
-        except (EcckptError, OSError) as error:
-            _log.warning("nobody watches over the holders until the next save: %s", error)
 
     def _protect_again(self, order: Order, restored: Restored) -> None:
         """Re-make what the restored generation lost, from the home copy that is here now."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ecckpt.importing import Imported
     from ecckpt.integrations.dcp_directory import ExportedDcp
     from ecckpt.opening import Opened
-    from ecckpt.repairing import RepairPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_agent(commands)
     _add_looks(commands)
+    _add_trace(commands)
     _add_exchange(commands)
     _add_demo(commands)
     return parser
@@ -67,6 +67,15 @@ def _add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MB",
         help="how fast files on disk are checked, all the time (default: 10; 0: not)",
     )
+    agent.add_argument("--cpus", default=node.cpus, help="to run on, such as 0-3,8 (default: all)")
+    agent.add_argument("--nice", type=int, default=node.nice, help="0 to 19 (default: 0)")
+    agent.add_argument(
+        "--pull-mb-s",
+        type=float,
+        default=node.pull_mb_s,
+        metavar="MB",
+        help="how fast it takes fragments of its peers' saves (default: 0, no limit)",
+    )
     agent.add_argument("--stop", action="store_true", help="end the agent that runs in --root")
     agent.set_defaults(act=_agent)
 
@@ -87,11 +96,10 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument("--token-file", type=Path, default=node.token_file)
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(act=_verify)
-    repair = commands.add_parser("repair", help="make fragments again that no node holds any more")
+    repair = commands.add_parser("repair", help="make again what nodes lack of a run")
     repair.add_argument("run")
-    repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="all that may hold some")
-    repair.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    repair.add_argument("--timeout-s", type=float, default=600.0, help="for all of it (600)")
+    repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    repair.add_argument("--memory-bytes", type=_bytes, default=0, help="the run's budget on a node")
     repair.add_argument("--token-file", type=Path, default=node.token_file)
     repair.add_argument("--json", action="store_true")
     repair.set_defaults(act=_repair)
@@ -105,6 +113,18 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    node = NodeConfig.from_environment()
+    trace = commands.add_parser(
+        "trace", help="where the last saves and restores spent their time, for Perfetto"
+    )
+    trace.add_argument("run")
+    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    trace.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    trace.add_argument("--token-file", type=Path, default=node.token_file)
+    trace.set_defaults(act=_trace)
 
 
 def _add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -180,6 +200,7 @@ def _agent(arguments: argparse.Namespace) -> int:
         local_client(arguments.root).shutdown()
         return 0
     from ecckpt.agent.daemon import AlreadyRunning, run_agent
+    from ecckpt.agent.manners import Manners
 
     prefer(arguments.engine)
     try:
@@ -191,6 +212,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             token=read_token(arguments.token_file),
             disk=arguments.disk,
             scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
+            manners=Manners(arguments.cpus, arguments.nice, arguments.pull_mb_s * 1e6),
         )
     except AlreadyRunning as error:
         # Several ranks of a node start it at once; whoever is first serves them all.
@@ -274,53 +296,21 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _repair(arguments: argparse.Namespace) -> int:
     from ecckpt.client import AgentClient
-    from ecckpt.repairing import Repairer
+    from ecckpt.repairing import repair_run
 
     token = read_token(arguments.token_file)
     agents = [AgentClient(address, token) for address in arguments.agents]
-    repairer = Repairer(arguments.run, agents, timeout_s=arguments.timeout_s)
-    for address, why in repairer.silent.items():
-        print(f"no answer: {address}: {why}", file=sys.stderr)
-    plan = repairer.plan()
-    if arguments.dry_run:
-        _print_mends(plan, as_json=arguments.json)
-        return 0 if plan.report.state == "complete" else 1
-    done = repairer.carry_out(plan)
+    done = repair_run(arguments.run, agents, memory_bytes=arguments.memory_bytes)
     if arguments.json:
-        print(json.dumps(asdict(done)))
+        print(json.dumps(asdict(done) | {"generation": str(done.generation)}))
     else:
         print(
-            f"{done.generation}: {done.shards_fetched} shards brought to a home, {done.fragments} "
-            f"fragments made again; survives {done.margin} more node losses, "
-            f"{done.margin_before} before"
+            f"{done.generation}: {done.fragments} fragments to make again, {done.homes} shards "
+            f"decoded; survived {done.margin_before} more node losses, now {done.margin}"
         )
         for problem in done.problems:
             print(f"  {problem}")
-        if not done.complete and not done.problems:
-            print("  more is missing, and no node could take it: too few nodes")
-    return 0 if done.complete else 1
-
-
-def _print_mends(plan: RepairPlan, *, as_json: bool) -> None:
-    rows = [
-        {
-            "rank": mend.header.shard.rank,
-            "home": mend.home,
-            "fetch": mend.fetch,
-            "targets": {str(index): node for index, node in mend.targets.items()},
-        }
-        for mend in plan.mends
-    ]
-    report = plan.report
-    if as_json:
-        facts = {"generation": str(report.generation), "state": report.state}
-        print(json.dumps(facts | {"margin": report.margin, "repairs": rows}))
-        return
-    print(f"{report.generation}: {report.state}, survives {report.margin} more node losses")
-    for mend in plan.mends:
-        where = ", ".join(f"fragment {index} to {node}" for index, node in mend.targets.items())
-        home = f"{'fetched to' if mend.fetch else 'from'} {mend.home}"
-        print(f"  rank {mend.header.shard.rank}, {home}: {where or 'no fragments'}")
+    return 0 if done.complete and not done.problems else 1
 
 
 def _plan_restore(arguments: argparse.Namespace) -> int:
@@ -362,6 +352,29 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
         if not plan.generations:
             print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.tracing import chrome_trace
+
+    token = read_token(arguments.token_file)
+    traces = []
+    for address in arguments.agents:
+        try:
+            traces.append(AgentClient(address, token).trace(arguments.run))
+        except AgentUnreachable as error:
+            print(f"no answer: {error}", file=sys.stderr)
+    if not traces:
+        return 2
+    text = json.dumps(chrome_trace(traces))
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text)
+        spans = sum(len(trace.ranks) + len(trace.agent) for trace in traces)
+        print(f"{spans} spans of {len(traces)} nodes: {arguments.out}")
+    return 0 if len(traces) == len(arguments.agents) else 1
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -86,11 +86,34 @@ class AgentClient:
         return parse_table(body, header, f"{header.shard} from {self.address}")
 
     def pull_fragment(
-        self, shard: ShardId, index: int, target: memoryview, *, offset: int = 0, timeout_s: float
+        self,
+        shard: ShardId,
+        index: int,
+        target: memoryview,
+        *,
+        offset: int = 0,
+        timeout_s: float,
+        pace: http.Take | None = None,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified."""
         path = f"{shard_path(shard)}/fragments/{index}"
-        http.pull(self.address, path, target, offset=offset, token=self.token, timeout_s=timeout_s)
+        http.pull(
+            self.address,
+            path,
+            target,
+            offset=offset,
+            token=self.token,
+            timeout_s=timeout_s,
+            pace=pace,
+        )
+
+    def trace(self, run: str) -> wire.Trace:
+        """Where time went in saves and restores of a run on that node."""
+        return self._get(wire.Trace, f"/v1/runs/{quote(run)}/trace")
+
+    def spans(self, message: wire.Spans) -> None:
+        """Tell where a rank's time went (only to the agent of its own node)."""
+        self._post(wire.Done, message.run, "spans", message)
 
     def reserve(self, message: wire.Reserve) -> wire.Slot:
         """A slot to stage a shard in (only on the agent's own node).
@@ -142,10 +165,6 @@ class AgentClient:
             raise InvalidMessage(f"agent {self.address} answers for other shards than asked")
         return seen
 
-    def repair(self, message: wire.Repair) -> None:
-        """Have it make fragments of a home copy again; what came of it is in the inventories."""
-        self._post(wire.Done, message.shard.run, "repair", message)
-
     def commit(self, run: str, generation: Generation) -> None:
         """Tell an agent that a generation is safe everywhere."""
         self._post(wire.Done, run, "commit", wire.Commit(run, generation))
@@ -164,12 +183,18 @@ class AgentClient:
         timeout_s = self.timeout_s + 2 * header.file_bytes / rate
         return self._post(wire.Verified, message.shard.run, "verify", message, timeout_s=timeout_s)
 
+    def repair(self, message: wire.Repair) -> None:
+        """Have it bring a shard to its node, if it is not there, and spread what is missing."""
+        timeout_s = self.timeout_s + message.timeout_s
+        run = message.header.shard.run
+        self._post(wire.Done, run, "repair", message, timeout_s=timeout_s)
+
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""
         self._post(wire.Done, message.run, "fence", message)
 
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
-        """Bring a shard to the agent's node."""
+        """Bring a shard to the agent's node (only from there)."""
         return self._post(
             wire.Fetched,
             message.header.shard.run,

@@ -5,6 +5,7 @@ The only place that reads the environment. Below it everything is a keyword argu
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -77,6 +78,9 @@ class NodeConfig:
     token_file: Path | None
     engine: str = AUTO
     disk: Path | None = None
+    cpus: str = ""
+    nice: int = 0
+    pull_mb_s: float = 0.0
 
     @classmethod
     def from_environment(cls, root: str | Path | None = None) -> Self:
@@ -84,8 +88,10 @@ class NodeConfig:
 
         ``ECCKPT_ROOT`` (default: /dev/shm/ecckpt-UID), ``ECCKPT_NODE`` (default: the host's name),
         ``ECCKPT_DOMAIN`` (default: the node itself), ``ECCKPT_LISTEN`` (default: 127.0.0.1:0),
-        ``ECCKPT_TOKEN_FILE``, ``ECCKPT_ENGINE`` (of the codec; default: auto, the best one) and
-        ``ECCKPT_DISK`` (a folder on disk; default: none). An argument beats the environment.
+        ``ECCKPT_TOKEN_FILE``, ``ECCKPT_ENGINE`` (of the codec; default: auto, the best one),
+        ``ECCKPT_DISK`` (a folder on disk; default: none), and so that training has room:
+        ``ECCKPT_CPUS`` (such as 0-3,8; default: all), ``ECCKPT_NICE`` (0 to 19; default: 0) and
+        ``ECCKPT_PULL_MB_S`` (default: no limit). An argument beats the environment.
         """
         read = os.environ.get
         hostname = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "localhost"
@@ -99,11 +105,25 @@ class NodeConfig:
             token_file=Path(token_file) if token_file else None,
             engine=read("ECCKPT_ENGINE") or AUTO,
             disk=Path(disk) if (disk := read("ECCKPT_DISK")) else None,
+            cpus=read("ECCKPT_CPUS") or "",
+            nice=int(_number("ECCKPT_NICE", most=19)),
+            pull_mb_s=_number("ECCKPT_PULL_MB_S", most=1e6),
         )
 
     def token(self) -> str:
         """The shared credential, or an empty string; ``InvalidConfig`` if the file is unusable."""
         return read_token(self.token_file)
+
+
+def _number(name: str, *, most: float) -> float:
+    text = os.environ.get(name) or "0"
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= most:
+        raise InvalidConfig(f"{name}={text!r} is no number from 0 to {most:g}")
+    return number
 
 
 def read_token(path: Path | None) -> str:

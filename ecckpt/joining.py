@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ecckpt import wire
 from ecckpt.agents import check_reachable, find_or_start, local_client
@@ -72,6 +73,7 @@ def join(
     cluster = Cluster(
         run=config.run,
         home=info,
+        disk=_disk_of(local_client(node.root)),
         agent=local_client(node.root),
         peers={each.node: AgentClient(each.address, token) for each in roster.nodes},
         placement=placement,
@@ -79,6 +81,12 @@ def join(
         memory_bytes=memory_bytes,
     )
     return cluster, roster.local_ranks
+
+
+def _disk_of(agent: AgentClient) -> Path | None:
+    """The folder that a new agent of this node would have to be given."""
+    folder = agent.status()["disk"]["folder"]
+    return Path(folder).parent if folder else None
 
 
 def _meet(

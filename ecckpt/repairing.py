@@ -1,226 +1,169 @@
-"""Repair by hand, when no ranks run: what ``ecckpt repair`` does.
+"""Making lost fragments again while no training runs: what ``ecckpt repair`` does.
 
-inventories -> plan_repairs -> for each shard: fetch it to a home if none has it, then repair
+A restart repairs what it restores. This does the same for people: after nodes were replaced, before
+or without a restart, so that the next loss finds the full margin.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from ecckpt import wire
 from ecckpt.client import AgentClient
-from ecckpt.errors import (
-    AgentUnreachable,
-    EcckptError,
-    NotHeld,
-    NothingToRestore,
-    RequestRefused,
-)
-from ecckpt.fragment import HOME, Header
-from ecckpt.ordering import sources_of
-from ecckpt.placement import Code, Node, plan_placement, plan_repair
-from ecckpt.recovery import GenerationReport, RecoveryPlan, plan_recovery
+from ecckpt.errors import EcckptError, NothingToRestore, TooFewNodes
+from ecckpt.generation import Generation
+from ecckpt.ordering import Way, way_home
+from ecckpt.placement import Code, Node, Placement, plan_placement
+from ecckpt.recovery import GenerationReport, Inventory, RecoveryPlan, ShardReport, plan_recovery
 
-_LOOK_AGAIN_S = 0.2
-_PARALLEL_SHARDS = 8
-_BUSY = 503
+_AT_ONCE = 8
+_LOOK_S = 0.2
+_PATIENCE_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class Mend:
-    """What one shard needs: to come to ``home`` if ``fetch``, then fragments at these nodes."""
-
-    header: Header
-    home: str
-    fetch: bool
-    sources: tuple[wire.Sources, ...]
-    targets: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class RepairPlan:
-    """The generation to repair, and what each of its shards needs."""
-
-    report: GenerationReport
-    mends: tuple[Mend, ...]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Repaired:
-    """How it went: margins before and after, and what could not be done, by shard."""
+    """What was asked for and what came of it.
 
-    generation: str
-    margin_before: int
-    margin: int
-    complete: bool
+    ``fragments`` were to be made again, ``homes`` shards to be decoded for that. ``margin`` is how
+    many more nodes the generation survives afterwards, ``complete`` whether nothing of it is
+    missing.
+    """
+
+    generation: Generation
     fragments: int
-    shards_fetched: int
-    problems: tuple[str, ...]
+    homes: int
+    margin_before: int
+    margin: int = -1
+    complete: bool = False
+    problems: list[str] = field(default_factory=list)
 
 
-class Repairer:
-    """Looks at a run through its agents, those that answer; ``silent`` says why others do not.
+def repair_run(
+    run: str, agents: Sequence[AgentClient], *, memory_bytes: int = 0, timeout_s: float = 600.0
+) -> Repaired:
+    """Make again what nodes lack of the generation that a restart would take.
 
-    Raises ``AgentUnreachable`` if none answers.
+    Every shard is encoded by a node that has it whole, or that decodes it first; the others pull
+    what they shall hold. ``memory_bytes`` is the run's budget on a node (0: the agents' default).
+    Raises ``NothingToRestore`` if there is no such generation, and what the clients raise if an
+    agent does not answer: what it holds would be made twice.
     """
+    nodes = {info.node: (info, agent) for agent in agents for info in [agent.node()]}
+    clients = {node: agent for node, (_, agent) in nodes.items()}
+    plan = plan_recovery(run, _inventories(run, clients))
+    chosen = plan.chosen
+    if chosen is None:
+        raise NothingToRestore(run, plan.rejected() | dict(plan.ruins))
+    placement = _placement(chosen, {node: info for node, (info, _) in nodes.items()})
+    address = {node: info.address for node, (info, _) in nodes.items()}
+    ways = _ways(chosen, placement, address)
+    done = Repaired(
+        generation=chosen.generation,
+        fragments=sum(len(way.repair) for _, way in ways),
+        homes=sum(not way.local for _, way in ways),
+        margin_before=chosen.margin,
+    )
+    deadline_s = time.monotonic() + timeout_s
 
-    def __init__(self, run: str, agents: Sequence[AgentClient], *, timeout_s: float) -> None:
-        self._run = run
-        self._timeout_s = timeout_s
-        self._agents: dict[str, AgentClient] = {}
-        self._nodes: dict[str, Node] = {}
-        self.silent: dict[str, str] = {}
-        for agent in agents:
-            try:
-                info = agent.node()
-            except EcckptError as error:
-                self.silent[agent.address] = str(error)
-                continue
-            self._agents[info.node] = agent
-            self._nodes[info.node] = Node(info.node, info.domain)
-        if not self._agents:
-            raise AgentUnreachable("of any node", "; ".join(list(self.silent.values())[:4]))
-
-    def plan(self) -> RepairPlan:
-        """What is missing of the newest generation that survives, and where it could go.
-
-        Raises ``NothingToRestore`` if none does.
-        """
-        found = self._look()
-        if found.chosen is None:
-            raise NothingToRestore(self._run, found.rejected() | dict(found.ruins))
-        addresses = {node: agent.address for node, agent in self._agents.items()}
-        return RepairPlan(found.chosen, plan_mends(found.chosen, self._nodes, addresses))
-
-    def carry_out(self, plan: RepairPlan) -> Repaired:
-        """Do it, several shards at a time; what fails is said, and costs nothing that is there."""
-        writer = self._look().newest_timeline
-        deadline_s = time.monotonic() + self._timeout_s
-        with ThreadPoolExecutor(_PARALLEL_SHARDS, thread_name_prefix="repair") as pool:
-            ends = pool.map(lambda mend: self._mend(mend, writer, deadline_s), plan.mends)
-            problems = [problem for problem in ends if problem]
-        after = self._report(plan.report)
-        before = {(shard.rank, index) for shard in plan.report.shards for index in shard.fragments}
-        now = {(shard.rank, index) for shard in after.shards for index in shard.fragments}
-        return Repaired(
-            generation=str(after.generation),
-            margin_before=plan.report.margin,
-            margin=after.margin,
-            complete=after.state == "complete",
-            fragments=len(now - before),
-            shards_fetched=sum(mend.fetch for mend in plan.mends),
-            problems=tuple(problems),
+    def ask(job: tuple[str, Way]) -> None:
+        home, way = job
+        message = wire.Repair(
+            header=way.header,
+            writer=plan.newest_timeline,
+            sources=way.sources,
+            targets=way.repair,
+            memory_bytes=memory_bytes,
+            timeout_s=max(1.0, deadline_s - time.monotonic()),
         )
-
-    def _mend(self, mend: Mend, writer: int, deadline_s: float) -> str:
-        """Why a shard could not be repaired; empty if it was."""
         try:
-            if mend.fetch:
-                self._fetch(mend, writer, deadline_s)
-            if mend.targets:
-                self._begin(mend, writer, deadline_s)
-                return self._await(mend, deadline_s)
+            clients[home].repair(message)
         except (EcckptError, OSError) as error:
-            return f"rank {mend.header.shard.rank} at {mend.home}: {error}"
-        return ""
+            done.problems.append(str(error))
 
-    def _fetch(self, mend: Mend, writer: int, deadline_s: float) -> None:
-        header = replace(mend.header, home=mend.home)
-        left_s = max(1.0, deadline_s - time.monotonic())
-        self._agents[mend.home].fetch(wire.Fetch(header, writer, mend.sources, 0, left_s))
-
-    def _begin(self, mend: Mend, writer: int, deadline_s: float) -> None:
-        """Have the home begin; an agent repairs one shard at a time, out of memory."""
-        targets = tuple(
-            wire.Target(index, node, self._agents[node].address)
-            for index, node in mend.targets.items()
-        )
-        while True:
-            left_s = max(1.0, deadline_s - time.monotonic())
-            message = wire.Repair(mend.header.shard, writer, targets, 0, left_s)
-            try:
-                return self._agents[mend.home].repair(message)
-            except NotHeld:
-                if mend.fetch:
-                    raise
-                self._fetch(mend, writer, deadline_s)  # its home copy is on disk only
-            except RequestRefused as error:
-                if error.status != _BUSY or time.monotonic() >= deadline_s:
-                    raise
-                time.sleep(_LOOK_AGAIN_S)
-
-    def _await(self, mend: Mend, deadline_s: float) -> str:
-        shard = mend.header.shard
-        waiting = dict(mend.targets)
-        probe = wire.Probe(self._run, (shard,))
-        while True:
-            for index, node in mend.targets.items():
-                if index in waiting and index in self._agents[node].probe(probe).held[0]:
-                    del waiting[index]
-            if not waiting:
-                return ""
-            if time.monotonic() >= deadline_s:
-                left = ", ".join(f"{index} at {node}" for index, node in waiting.items())
-                return f"rank {shard.rank}: not held in time: fragments {left}"
-            time.sleep(_LOOK_AGAIN_S)
-
-    def _look(self) -> RecoveryPlan:
-        inventories = [agent.inventory(self._run) for agent in self._agents.values()]
-        return plan_recovery(self._run, inventories)
-
-    def _report(self, before: GenerationReport) -> GenerationReport:
-        """The same generation again; as it was if a newer commit has taken its place."""
-        for report in self._look().generations:
-            if report.generation == before.generation:
-                return report
-        return before
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="repair") as pool:
+        list(pool.map(ask, ways))
+    wanted = {(way.header.shard.rank, target.index) for _, way in ways for target in way.repair}
+    _await(run, done, clients, wanted, deadline_s)
+    return done
 
 
-def plan_mends(
-    report: GenerationReport, nodes: Mapping[str, Node], addresses: Mapping[str, str]
-) -> tuple[Mend, ...]:
-    """What the shards of a generation need that are not as they should be. Pure.
+def _inventories(run: str, clients: Mapping[str, AgentClient]) -> list[Inventory]:
+    return [client.inventory(run) for client in clients.values()]
 
-    A shard that no node has whole comes to the node that was its home or, if that is gone, to one
-    that has nothing of it, those with the fewest homes first; if there is none, it stays as it is.
-    """
-    homes = Counter(node for shard in report.shards for node in shard.homes)
-    mends = []
-    for shard in report.shards:
-        if shard.header is None or shard.state == "lost":
+
+def _placement(chosen: GenerationReport, infos: Mapping[str, wire.NodeInfo]) -> Placement:
+    """Who holds for whom; where there are too few nodes for the code, whoever has room."""
+    sample = next(shard.header for shard in chosen.shards if shard.header is not None)
+    code = Code(sample.k, sample.m, holders=sample.n)
+    nodes = tuple(Node(node, info.domain) for node, info in infos.items())
+    try:
+        return plan_placement(nodes, code)
+    except TooFewNodes:
+        return Placement(code, (nodes,), dict.fromkeys(infos, ()), 0, 0)
+
+
+def _ways(
+    chosen: GenerationReport, placement: Placement, address: Mapping[str, str]
+) -> list[tuple[str, Way]]:
+    """What is to be done, shard by shard, each with the node that does it."""
+    busy: Counter[str] = Counter()
+    ways = []
+    for shard in chosen.shards:
+        if shard.state == "complete":
             continue
-        header = shard.header.at(HOME)
-        taken = {node for at in shard.fragments.values() for node in at}
-        free = sorted((node for node in nodes if node not in taken), key=lambda node: homes[node])
-        if shard.homes:
-            home = shard.homes[0]
-        elif header.home in free:
-            home = header.home
-        elif free:
-            home = free[0]
-        else:
+        home = _home(shard, address, busy)
+        if home is None:
             continue
-        homes[home] += not shard.homes
-        targets = plan_repair(
-            home=home,
-            indices=header.n if len(nodes) > 1 else 0,
-            present=shard.fragments,
-            holders=_holders(header, home, nodes),
-            nodes={node: nodes[node].domain for node in nodes if node not in shard.homes},
-        )
-        if targets or not shard.homes:
-            sources = sources_of(shard, addresses)
-            mends.append(Mend(header, home, not shard.homes, sources, targets))
-    return tuple(mends)
+        way = way_home(shard, home, placement, address)
+        if way.repair or not shard.homes:
+            busy[home] += 1
+            ways.append((home, way))
+    return ways
 
 
-def _holders(header: Header, home: str, nodes: Mapping[str, Node]) -> Sequence[str]:
-    """Who would hold for that home if the run were started with these nodes; none if too few."""
-    if len(nodes) < header.n + 1:
-        return ()
-    placement = plan_placement(nodes.values(), Code(header.k, header.m, header.n))
-    return placement.holders[home]
+def _home(shard: ShardReport, nodes: Mapping[str, str], busy: Counter[str]) -> str | None:
+    """A node that has the whole shard, else the least busy one that has nothing of it."""
+    if shard.homes:
+        return shard.homes[0]
+    holders = {node for at in shard.fragments.values() for node in at}
+    free = [node for node in nodes if node not in holders]
+    assert shard.header is not None
+    if shard.header.home in free:
+        return shard.header.home
+    return min(free, key=lambda node: (busy[node], node), default=None)
+
+
+def _await(
+    run: str,
+    done: Repaired,
+    clients: Mapping[str, AgentClient],
+    wanted: Collection[tuple[int, int]],
+    deadline_s: float,
+) -> None:
+    """Look until all (rank, index) that are wanted are held, or nothing changes any more."""
+    changed_s, known = time.monotonic(), -1
+    while True:
+        report = _report_of(plan_recovery(run, _inventories(run, clients)), done.generation)
+        if report is None:
+            done.problems.append("it went meanwhile: something newer was committed")
+            return
+        done.margin, done.complete = report.margin, report.state == "complete"
+        held = {(shard.rank, index) for shard in report.shards for index in shard.fragments}
+        now_s, left = time.monotonic(), len(set(wanted) - held)
+        if left != known:
+            changed_s, known = now_s, left
+        if not left:
+            return
+        if now_s > min(deadline_s, changed_s + _PATIENCE_S):
+            done.problems.append(f"{left} fragments are not held yet")
+            return
+        time.sleep(_LOOK_S)
+
+
+def _report_of(plan: RecoveryPlan, generation: Generation) -> GenerationReport | None:
+    return next((each for each in plan.generations if each.generation == generation), None)

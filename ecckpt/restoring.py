@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ecckpt import wire
@@ -52,6 +53,7 @@ from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
 from ecckpt.slots import Slots
 from ecckpt.state import Shard, check, is_relaid, load, read_shard
+from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
 
@@ -148,11 +150,13 @@ class Wanted:
 class Cluster:
     """Who takes part: this rank's agent, all nodes, and where fragments go.
 
-    ``homes`` is each rank's node; only rank 0 knows it.
+    ``homes`` is each rank's node; only rank 0 knows it. ``disk`` is what this node's agent was
+    started with as ``--disk``.
     """
 
     run: str
     home: wire.NodeInfo
+    disk: Path | None
     agent: AgentClient
     peers: Mapping[str, AgentClient]
     placement: Placement
@@ -189,8 +193,10 @@ class Restorer:
         number: int,
         after: int,
         timeout_s: float,
+        tracer: Tracer,
     ) -> None:
         self._meeting = meeting
+        self._tracer = tracer
         self._cluster = cluster
         # A peer that hangs may use up part of a step's time, not all of it.
         patience_s = min(10.0, timeout_s / 4)
@@ -226,6 +232,7 @@ class Restorer:
     ) -> tuple[Order, Restored | None]:
         started_s = time.monotonic()
         for attempt in range(1000):
+            began = moment()
             order = self._order(attempt, wanted)
             if order.header is None:
                 if order.rejected or required or wanted.named:
@@ -235,22 +242,31 @@ class Restorer:
                         hint=wanted.hint,
                     )
                 return order, None
+            shard = order.header.shard
+            self._tracer.since(began, "choose", shard)
             brought, outcome = self._prepare(order, state)
-            if self._verdict(attempt, order.header.shard.generation, outcome, wanted):
+            with self._tracer.span("agree", shard):
+                agreed = self._verdict(attempt, shard.generation, outcome, wanted)
+            if agreed:
                 assert brought is not None
-                load(state, brought.shard)
+                with self._tracer.span("load", shard):
+                    load(state, brought.shard)
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
     def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
         """Choose, and leave the reading to somebody else: no bytes are looked at here."""
+        with self._asking:
+            return self._find(wanted)
+
+    def _find(self, wanted: Wanted) -> tuple[Order, Found | None]:
         order = self._order(0, wanted, whole=True)
         if order.header is None:
             if order.rejected or wanted.named:
                 raise NothingToRestore(self._cluster.run, order.rejected)
             return order, None
         generation = order.header.shard.generation
-        assert self._verdict(0, generation, _Outcome("ok", ""), wanted)
+        self._verdict(0, generation, _Outcome("ok", ""), wanted)
         return order, Found(
             generation,
             order.header.world_size,
@@ -354,8 +370,11 @@ class Restorer:
         rank = self._meeting.rank
         brought = None
         try:
-            brought = self._bring_shard(order, state)
-            check(state, brought.shard)
+            assert order.header is not None
+            with self._tracer.span("bring", order.header.shard):
+                brought = self._bring_shard(order, state)
+            with self._tracer.span("check", order.header.shard):
+                check(state, brought.shard)
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, _Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
@@ -416,6 +435,10 @@ class Restorer:
 
     def _proven(self, slot: wire.Slot) -> memoryview:
         """The payload of a slot, every block checked here, where it is about to be used."""
+        with self._tracer.span("prove", slot.header.shard):
+            return self._proven_payload(slot)
+
+    def _proven_payload(self, slot: wire.Slot) -> memoryview:
         header = slot.header
         payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
         size_bytes = header.fragment_bytes

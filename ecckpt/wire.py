@@ -219,20 +219,6 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
-    """Have the targets hold these fragments of a home copy that is complete here.
-
-    Nothing is dropped for it, and a save ends it.
-    """
-
-    shard: ShardId
-    writer: int
-    targets: tuple[Target, ...]
-    memory_bytes: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """Every shard of this generation reached its redundancy; older ones may go."""
 
@@ -359,6 +345,52 @@ class Fetched:
     pulled_bytes: int
     rebuilt_fragments: int
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One phase of a save or restore: when it began by the node's clock, and how long it took.
+
+    ``index`` is the fragment it was about, or -1.
+    """
+
+    name: str
+    shard: ShardId
+    index: int
+    began_unix_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A rank tells its node's agent where its time went."""
+
+    run: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where time went on one node: in its ranks and in its agent, the last few thousand spans."""
+
+    node: str
+    ranks: tuple[Span, ...]
+    agent: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Have the targets hold their fragments of a shard: from the home copy here, or fetch it first.
+
+    The fields are those of ``Fetch`` and ``Protect``.
+    """
+
+    header: Header
+    writer: int
+    sources: tuple[Sources, ...]
+    targets: tuple[Target, ...]
+    memory_bytes: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -60,7 +61,7 @@ def _collect(pipes: list[Connection], deadline_s: float) -> dict[int, tuple[bool
         for pipe in wait(list(left), left_s):
             assert isinstance(pipe, Connection)
             try:
-                answers[left.pop(pipe)] = pipe.recv()
+                answers[left.pop(pipe)] = pickle.loads(pipe.recv_bytes())
             except EOFError:  # killed
                 answers[left.pop(pipe)] = (True, None)
     return answers
@@ -80,6 +81,6 @@ def _be(rank: int, ranks: int, store: Path, act: Callable[[int], Any], pipe: Con
         answer = (True, act(rank))
     except BaseException:
         answer = (False, traceback.format_exc())
-    pipe.send(answer)
+    pipe.send_bytes(pickle.dumps(answer))  # tensors by value, not as shared memory of ours
     if dist.is_initialized() and answer[0]:
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ import pytest
 
 from ecckpt.config import ClusterConfig, NodeConfig, read_token
 from ecckpt.errors import InvalidConfig
+from ecckpt.retention import Keep
 
 GOOD = {
     "run": "llama-70b",
@@ -16,7 +17,7 @@ GOOD = {
     "save_timeout_s": 60.0,
     "restore_timeout_s": 60.0,
 }
-VARIABLES = ["ROOT", "NODE", "DOMAIN", "LISTEN", "TOKEN_FILE", "ENGINE"]
+VARIABLES = ["ROOT", "NODE", "DOMAIN", "LISTEN", "TOKEN_FILE", "ENGINE", "DISK"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,7 @@ def _no_environment(monkeypatch):
         ({"run": "../other"}, "not a usable name"),
         ({"min_margin": -1}, "min_margin=-1 is negative"),
         ({"every_steps": 0}, "every_steps=0: at least 1"),
+        ({"disk_every": -1}, "disk_every=-1 is negative"),
         ({"save_timeout_s": 0}, "save_timeout_s=0 is no usable time"),
         ({"save_timeout_s": -1.0}, "save_timeout_s=-1.0"),
         ({"restore_timeout_s": math.nan}, "restore_timeout_s=nan"),
@@ -55,12 +57,14 @@ def test_a_fingerprint_tells_settings_apart():
         "every_steps": 11,
         "save_timeout_s": 61.0,
         "restore_timeout_s": 61.0,
+        "disk_every": 2,
+        "keep": Keep(3),
     }
     others = {
         ClusterConfig(**GOOD | {name: value}).fingerprint() for name, value in changes.items()
     }
     assert len(alike) == 1
-    assert len(others | alike) == 7
+    assert len(others | alike) == 9
 
 
 # -- the node -------------------------------------------------------------------------------------
@@ -75,12 +79,18 @@ def test_defaults():
 
 
 def test_the_environment(monkeypatch):
-    values = ["/mnt/fast", "n7", "rack-2", "10.0.0.7:7420", "/etc/token", "scalar"]
+    values = ["/mnt/fast", "n7", "rack-2", "10.0.0.7:7420", "/etc/token", "scalar", "/nvme"]
     for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.setenv(f"ECCKPT_{name}", value)
     config = NodeConfig.from_environment()
     assert config == NodeConfig(
-        Path("/mnt/fast"), "n7", "rack-2", "10.0.0.7:7420", Path("/etc/token"), "scalar"
+        Path("/mnt/fast"),
+        "n7",
+        "rack-2",
+        "10.0.0.7:7420",
+        Path("/etc/token"),
+        "scalar",
+        Path("/nvme"),
     )
 
 

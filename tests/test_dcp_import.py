@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ecckpt import errors
 from ecckpt.exporting import export_safetensors
+from ecckpt.integrations import torch_archive
 from ecckpt.integrations.dcp_directory import export_dcp
 from ecckpt.integrations.dcp_import import import_dcp, read_folder
 from ecckpt.integrations.opcodes import Made, Name, read_opcodes
@@ -219,7 +220,8 @@ def test_what_only_unpickling_could_make_is_refused_by_its_path(value, text):
         read_archive(data, ("here",))
 
 
-def test_shared_and_endless_lists_are_bounded():
+def test_shared_and_endless_lists_are_bounded(monkeypatch):
+    monkeypatch.setattr(torch_archive, "_NODES_LEAST", 10_000)
     shared = [1]
     for _ in range(40):
         shared = [shared, shared]

@@ -14,8 +14,6 @@ from ecckpt.errors import (
     Fenced,
     InvalidMessage,
     MemoryBudgetTooSmall,
-    NotHeld,
-    RequestRefused,
 )
 from ecckpt.fragment import HOME
 
@@ -458,33 +456,3 @@ def test_presence_is_what_is_complete_and_what_is_coming():
     assert hands.core.presence(probe) == wire.Presence("n1", ((2,), ()), ((), ()))
     assert Group().hands.core.presence(probe).held[0] == (HOME,)
     assert Hands().core.presence(probe).held == ((), ())
-
-
-def repair(*indices, writer=1):
-    targets = tuple(wire.Target(index, f"h{index}", f"h{index}:1") for index in indices)
-    return wire.Repair(SHARD, writer, targets, 0, 60.0)
-
-
-def test_a_repair_by_hand():
-    group = Group()
-    assert group.hands.ask(repair(0, 2)) == wire.Done()
-    assert group.posts() == {0: "h0", 2: "h2"}
-    with pytest.raises(RequestRefused, match="under way"):
-        group.hands.tell(repair(1))
-    group.hands.ask(held(0))
-    group.hands.ask(held(2))
-    group.hands.ask(repair(1))
-    assert group.posts() == {1: "h1"}
-
-
-def test_repairs_by_hand_that_cannot_be():
-    hands = Hands()
-    with pytest.raises(NotHeld):
-        hands.tell(repair(1))
-    stage(hands)
-    with pytest.raises(InvalidMessage, match="still being staged"):
-        hands.tell(repair(1))
-    hands = Group().hands
-    hands.ask(wire.Fence("test", 2, None, ()))
-    with pytest.raises(Fenced):
-        hands.tell(repair(1))

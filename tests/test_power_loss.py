@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from media import small_tmpfs
 from worlds import World, same_state, states_for
 
-from ecckpt.errors import NothingToRestore
+from ecckpt.cli import main
+from ecckpt.errors import AgentUnreachable, NothingToRestore
 from ecckpt.generation import Generation
 from ecckpt.recovery import Inventory
 from ecckpt.testing import LocalCluster
@@ -27,9 +29,13 @@ def inventories(cluster: LocalCluster) -> list[Inventory]:
     return [cluster.client(node).inventory("test") for node in cluster.nodes]
 
 
-def await_true(what: Callable[[], bool]) -> None:
+def await_true(what: Callable[[], bool], *, but: type[Exception] = AssertionError) -> None:
+    """Wait until it is so; ``but`` may be raised meanwhile."""
     deadline_s = time.monotonic() + 30
-    while not what():
+    while True:
+        with suppress(but):
+            if what():
+                return
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
 
@@ -95,11 +101,18 @@ def test_everything_comes_back_after_a_loss_of_power(cluster: LocalCluster) -> N
         restored_step(cluster, generation=first)
 
 
-def test_one_node_keeps_its_run_through_a_loss_of_power(tmp_path: Path) -> None:
+def test_one_node_keeps_its_run_through_a_loss_of_power(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with LocalCluster(nodes=1, disk=tmp_path) as cluster:
         with World(cluster, keep=2) as world:
             world.restore(states_for(1, seed=0))
-            save_all(world, 1, 2)
+            generation = save_all(world, 1, 2)[-1]
+        root, (address,) = str(cluster.root("n0")), cluster.addresses()
+        assert main(["status", "--root", root]) == 0
+        assert f"on disk: stored everywhere {generation}, here 2 files" in capsys.readouterr().out
+        assert main(["plan-restore", "test", address, "--without-memory"]) == 1
+        assert f"* {generation}  recoverable" in capsys.readouterr().out
         cluster.cut_power()
         newest = next((tmp_path / "n0" / "files").glob("test@1.2.*@home.ecckpt"))
         raw = bytearray(newest.read_bytes())
@@ -139,6 +152,33 @@ def test_a_full_disk_costs_its_own_redundancy_and_is_reported(tmp_path: Path) ->
         cluster.cut_power()
         cluster.start()
         assert restored_step(cluster) == (2, "peers")
+
+
+def test_an_agent_that_a_trainer_starts_again_has_its_disk(tmp_path: Path) -> None:
+    with LocalCluster(nodes=1, disk=tmp_path) as cluster, World(cluster) as world:
+        world.restore(states_for(1, seed=0))
+        (first,) = save_all(world, 1)
+        cluster.cut_power()
+        (handle,) = world.save(2, states_for(1, seed=2))
+        with pytest.raises(AgentUnreachable):
+            handle.wait(30)
+        await_true(lambda: cluster.client("n0").node().node == "n0", but=AgentUnreachable)
+        assert inventories(cluster)[0].stored == (first,)
+        cluster.start()  # for its end: the cluster knows only agents that it has started itself
+
+
+def test_a_disk_of_somebody_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LocalCluster(nodes=1, disk=tmp_path) as cluster:
+        root = cluster.root("n0").parent / "other"
+        arguments = ["agent", "--root", str(root), "--node", "n0", "--disk", str(tmp_path)]
+        assert main(arguments) == 1
+        assert f"{tmp_path}/n0: an agent already runs here" in capsys.readouterr().err
+        (tmp_path / "n9").mkdir(mode=0o755)
+        arguments[2], arguments[4] = str(root.with_name("another")), "n9"
+        assert main(arguments) == 2
+        assert "is not private" in capsys.readouterr().err
 
 
 def test_without_disks_nothing_is_asked_of_them(cluster1: LocalCluster) -> None:

@@ -76,9 +76,9 @@ def test_every_verb_is_in_both():
 def test_every_other_path_is_in_both():
     whole, parts = literals()
     assert whole == {"/v1/node", "/v1/status", "/v1/shutdown"}
-    paths = whole | {"/v1/runs/{run}/inventory", f"{SHARD}/table", f"{SHARD}/shard"}
-    assert "inventory" in parts
-    assert {"table", "shard"} <= parts
+    looks = {f"/v1/runs/{{run}}/{look}" for look in ("inventory", "trace")}
+    paths = whole | looks | {f"{SHARD}/table", f"{SHARD}/shard"}
+    assert {"inventory", "trace", "table", "shard"} <= parts
     paths |= {f"{SHARD}/fragments/{{index}}"}
     for path in paths:
         assert f"\n  {path}:\n" in YAML
@@ -90,6 +90,7 @@ def test_no_path_is_made_up():
     known = {f"/v1/runs/{{run}}/{verb}" for verb in verbs()} | literals()[0]
     assert listed - known == {
         "/v1/runs/{run}/inventory",
+        "/v1/runs/{run}/trace",
         f"{SHARD}/table",
         f"{SHARD}/shard",
         f"{SHARD}/fragments/{{index}}",

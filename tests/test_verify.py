@@ -16,7 +16,8 @@ from worlds import World, states_for
 from ecckpt import wire
 from ecckpt.agent import verify
 from ecckpt.agent.actions import Seal
-from ecckpt.agent.verify import Scrub, pace_of, verdict_on
+from ecckpt.agent.pace import pace_of
+from ecckpt.agent.verify import Scrub, verdict_on
 from ecckpt.cli import main
 from ecckpt.codec import Codec
 from ecckpt.errors import NotHeld, RequestRefused

@@ -260,7 +260,6 @@ Request = (
     | wire.Fence
     | wire.Fetch
     | wire.Guard
-    | wire.Repair
     | wire.Store
     | wire.Retain
 )

@@ -87,19 +87,20 @@ class Application:
             "commit": (wire.Commit, agent.commit),
             "fence": (wire.Fence, agent.fence),
             "probe": (wire.Probe, agent.probe),
-            "fetch": (wire.Fetch, agent.fetch),
-            "repair": (wire.Repair, agent.repair),
             "store": (wire.Store, agent.store),
             "retain": (wire.Retain, agent.retain),
             "verify": (wire.Verify, agent.verify),
+            "repair": (wire.Repair, agent.repair),
         }
         self._local_verbs: dict[str, tuple[type, Callable[[Any], object]]] = {
             "reserve": (wire.Reserve, agent.reserve),
             "stage": (wire.Stage, agent.stage),
             "protect": (wire.Protect, agent.protect),
             "watch": (wire.Watch, agent.watch),
+            "fetch": (wire.Fetch, agent.fetch),
             "guard": (wire.Guard, agent.guard),
             "slot": (ShardId, agent.slot),
+            "spans": (wire.Spans, agent.spans),
         }
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -140,6 +141,8 @@ class Application:
         run = _RUN.fullmatch(path)
         if run and run["verb"] == "inventory":
             return _message(self._agent.inventory(run["run"]))
+        if run and run["verb"] == "trace":
+            return _message(self._agent.trace(run["run"]))
         raise Refused(404, f"nothing at {path}")
 
     def _post(self, environ: Environ, *, local: bool) -> Reply:

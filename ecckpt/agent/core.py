@@ -4,7 +4,7 @@ A driver hands in requests and the ends of actions, one at a time, and performs 
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
     Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch,
-    Guard, Repair, Store, Retain                                  requests (wire.py)
+    Guard, Store, Retain                                          requests (wire.py)
     Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
@@ -144,20 +144,16 @@ class Core:
                 actions = self._fence(request)
             case wire.Fetch():
                 actions = self._fetcher.start(request)
-            case _:
+            case wire.Guard() | wire.Store() | wire.Retain():
                 actions = self._asked_behind(request, now_s)
         return actions
 
     def _asked_behind(
-        self, request: wire.Guard | wire.Repair | wire.Store | wire.Retain, now_s: float
+        self, request: wire.Guard | wire.Store | wire.Retain, now_s: float
     ) -> list[Action]:
         """What goes on behind the saves."""
-        match request:
-            case wire.Guard():
-                return self.guardian.start(request, now_s)
-            case wire.Repair():
-                _, actions = self._protector.repair(request, now_s)
-                return [Reply(wire.Done()), *actions]
+        if isinstance(request, wire.Guard):
+            return self.guardian.start(request, now_s)
         return self.storekeeper.asked(request)
 
     def _reserve(self, message: wire.Reserve) -> list[Action]:

@@ -19,6 +19,8 @@ from typing import Any
 from gunicorn.app.base import BaseApplication
 
 from ecckpt.agent.app import Application
+from ecckpt.agent.listening import let_no_one_dawdle
+from ecckpt.agent.manners import Manners
 from ecckpt.agent.node import Agent
 from ecckpt.errors import AgentMismatch, InvalidConfig
 from ecckpt.generation import check_name
@@ -65,12 +67,14 @@ def run_agent(
     token: str,
     disk: Path | None = None,
     scrub_bytes_per_s: float = 0.0,
+    manners: Manners = Manners(),  # noqa: B008  (a frozen value)
 ) -> None:
     """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
 
     ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
     ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it. What is
-    there is read again and again at ``scrub_bytes_per_s``, unless that is 0.
+    there is read again and again at ``scrub_bytes_per_s``, unless that is 0. ``manners`` leave room
+    for the training beside it.
     """
     check_name("node", node)
     host, port = split_address(listen)
@@ -84,6 +88,7 @@ def run_agent(
         raise InvalidConfig(
             f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
         )
+    manners.behave()
     private_folder(root)
     lock = _lock(root)
     own_disk, disk_lock, disk_problem = _open_disk(disk, node)
@@ -100,6 +105,7 @@ def run_agent(
             token=token,
             disk=own_disk,
             scrub_bytes_per_s=scrub_bytes_per_s,
+            pull_bytes_per_s=manners.pull_bytes_per_s,
             disk_problem=disk_problem,
         )
         arbiter = os.getppid()
@@ -118,6 +124,7 @@ def run_agent(
         "proc_name": f"ecckpt-agent-{node}",
         "worker_tmp_dir": str(root),
         "control_socket_disable": True,
+        "post_worker_init": let_no_one_dawdle,
     }
     try:
         _Server(settings, build).run()

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ecckpt import wire
 from ecckpt.agent.actions import (
     Allocate,
     Answer,
@@ -30,8 +31,10 @@ from ecckpt.agent.actions import (
     Encode,
     Event,
     Failed,
+    Fetching,
     Finished,
     Gather,
+    Job,
     Large,
     Post,
     Pull,
@@ -44,6 +47,7 @@ from ecckpt.agent.actions import (
     Request,
     Seal,
     Small,
+    Taking,
     Wake,
     Warn,
     Write,
@@ -55,7 +59,9 @@ from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
 from ecckpt.agent.shelf import Shelf
 from ecckpt.errors import EcckptError, NotHeld
+from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK
+from ecckpt.tracing import Tracer
 
 if TYPE_CHECKING:
     from ecckpt.agent.ledger import Entry
@@ -73,9 +79,15 @@ class Driver:
     """Thread-safe. ``changed`` guards the core and wakes who waits for news."""
 
     def __init__(
-        self, core: Core, shelf: Shelf, network: Network, disk: Disk | None = None
+        self,
+        core: Core,
+        shelf: Shelf,
+        network: Network,
+        tracer: Tracer,
+        disk: Disk | None = None,
     ) -> None:
         self.core = core
+        self._tracer = tracer
         self._disk = disk
         self.changed = threading.Condition()
         self._shelf = shelf
@@ -215,11 +227,14 @@ class Driver:
             case Remember(run):
                 with self.changed:  # the newest notes, whoever comes last
                     return self._shelf.remember(run, self.core.ledgers.of(run).notes)
-            case Allocate():
-                return self._shelf.allocate(action)
+            case Allocate(task=task):
+                with self._tracer.span("allocate", _shard_of(task)):
+                    return self._shelf.allocate(action)
             case Encode(job):
                 assert job.home is not None
-                return encode_home(job.home.header, job.home.region, job.parity)
+                header = job.home.header
+                with self._tracer.span("encode", header.shard):
+                    return encode_home(header, job.home.region, job.parity)
             case Pull(taking):
                 return self._network.pull(taking)
             case Gather(fetching):
@@ -234,7 +249,9 @@ class Driver:
         assert self._disk is not None
         match action:
             case Write():
-                return self._disk.write(action)
+                header = action.entry.header
+                with self._tracer.span("write", header.shard, header.index):
+                    return self._disk.write(action)
             case Remove():
                 self._disk.remove(action)
             case Record(run):
@@ -242,6 +259,12 @@ class Driver:
                     notes = self.core.ledgers.of(run).noted.lasting
                 return self._disk.record(run, notes)
         return None
+
+
+def _shard_of(task: wire.Reserve | Job | Taking | Fetching) -> ShardId:
+    if isinstance(task, wire.Reserve):
+        return task.header.shard
+    return task.message.shard if isinstance(task, Job) else task.message.header.shard
 
 
 class _Alarm:

@@ -226,12 +226,14 @@ class Guardian:
     ) -> list[Action]:
         guard, header = ledger.guard, entry.header
         assert guard is not None
-        message = wire.Repair(
+        message = wire.Protect(
             shard=header.shard,
             writer=guard.writer,
             targets=tuple(targets),
+            min_fragments=0,
             memory_bytes=max(1, self._budget_of(guard) - _reserve_bytes(header, guard)),
             timeout_s=guard.timeout_s,
+            discard=(),
         )
         self._repair, actions = self._protector.repair(message, now_s)
         where = ", ".join(f"{target.index} to {target.node}" for target in targets)

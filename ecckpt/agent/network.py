@@ -17,9 +17,11 @@ from ecckpt.agent.coding import (
     rebuild,
 )
 from ecckpt.agent.gathering import Gathering
+from ecckpt.agent.pace import pace_of
 from ecckpt.blocks import span_of
 from ecckpt.client import peer_client
 from ecckpt.errors import EcckptError, TooFewFragments
+from ecckpt.tracing import Tracer
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
@@ -27,10 +29,16 @@ _PARALLEL_PULLS = 8
 
 
 class Network:
-    """Requests to other agents, in the thread of whoever calls; ``token`` is their credential."""
+    """Requests to other agents, in the thread of whoever calls; ``token`` is their credential.
 
-    def __init__(self, token: str) -> None:
+    With ``pull_bytes_per_s``, fragments of others' saves come no faster than that, all together. A
+    shard that somebody waits for comes as fast as it can.
+    """
+
+    def __init__(self, token: str, tracer: Tracer, *, pull_bytes_per_s: float = 0.0) -> None:
         self._token = token
+        self._pace = pace_of(pull_bytes_per_s) if pull_bytes_per_s else None
+        self._tracer = tracer
 
     def post(self, action: Post) -> None:
         """Send a message; raises what the client raises."""
@@ -52,8 +60,11 @@ class Network:
         assert region is not None
         view = fragment_view(header, region)
         client = peer_client(message.source, self._token)
-        client.pull_fragment(header.shard, header.index, view, timeout_s=message.timeout_s)
-        return len(bad_blocks(header, header.index, view, taking.table))
+        shard, index = header.shard, header.index
+        with self._tracer.span("pull", shard, index):
+            client.pull_fragment(shard, index, view, timeout_s=message.timeout_s, pace=self._pace)
+        with self._tracer.span("verify", shard, index):
+            return len(bad_blocks(header, index, view, taking.table))
 
     def gather(self, fetching: Fetching) -> Gathered:
         """Pull what is left of a shard straight into place, rebuild the rest there, prove all.
@@ -77,7 +88,8 @@ class Network:
                 list(pool.map(pull, wanted))
                 if not (wanted := gathering.next()):
                     break
-        rebuilt = rebuild(gathering, views, table)
+        with self._tracer.span("rebuild", header.shard):
+            rebuilt = rebuild(gathering, views, table)
         return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
 
     def _table(self, message: wire.Fetch) -> np.ndarray:
@@ -108,9 +120,10 @@ class Network:
             for rows in runs:
                 span = span_of(header, rows)
                 timeout_s = max(0.001, deadline_s - time.monotonic())
-                client.pull_fragment(
-                    header.shard, index, view[span], offset=span.start, timeout_s=timeout_s
-                )
+                with self._tracer.span("pull back", header.shard, index):
+                    client.pull_fragment(
+                        header.shard, index, view[span], offset=span.start, timeout_s=timeout_s
+                    )
                 gathering.pulled_bytes += span.stop - span.start
                 gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))
         except (EcckptError, OSError) as error:

@@ -16,12 +16,14 @@ from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
 from ecckpt.agent.guard import Watched
 from ecckpt.agent.network import Network
+from ecckpt.agent.pace import Pace, pace_of
 from ecckpt.agent.shelf import Shelf
-from ecckpt.agent.verify import Blocks, Pace, Scrub, check_entry, check_file, pace_of
+from ecckpt.agent.verify import Blocks, Scrub, check_entry, check_file
 from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK, Inventory
+from ecckpt.tracing import Tracer
 
 _WAIT_LIMIT_S = 30.0
 _VERIFYING = 4  # each keeps a server thread
@@ -34,7 +36,8 @@ class Agent:
 
     Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
     ``disk_problem`` says why the disk that it should have cannot be used. What is on disk is read
-    again and again at ``scrub_bytes_per_s``, unless that is 0.
+    again and again at ``scrub_bytes_per_s``, unless that is 0; fragments to hold are pulled no
+    faster than ``pull_bytes_per_s``, unless that is 0.
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class Agent:
         disk: Path | None = None,
         disk_problem: str = "",
         scrub_bytes_per_s: float = 0.0,
+        pull_bytes_per_s: float = 0.0,
     ) -> None:
         self.shelf = Shelf(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
@@ -61,7 +66,9 @@ class Agent:
         self.shelf.adopt(self.core.ledgers)
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
-        self._driver = Driver(self.core, self.shelf, Network(token), self._disk)
+        self._tracer, self._ranks_tracer = Tracer(), Tracer()
+        network = Network(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
+        self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
         self._driver.begin()
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
@@ -118,8 +125,33 @@ class Agent:
         return cast(wire.Done, self._driver.ask(message))
 
     def repair(self, message: wire.Repair) -> wire.Done:
-        """Start making fragments of a home copy again; who then holds them can be asked."""
-        return cast(wire.Done, self._driver.ask(message))
+        """Bring the shard here, if it is not, and have what is missing held; that goes on."""
+        header, run = message.header, message.header.shard.run
+        with self._changed:
+            home = self.core.ledgers.look(run).find(header.shard, HOME)
+        if home is None or home.table is None:
+            self.fetch(
+                wire.Fetch(
+                    header,
+                    message.writer,
+                    message.sources,
+                    message.memory_bytes,
+                    message.timeout_s,
+                )
+            )
+        if not message.targets:
+            return wire.Done()
+        return self.protect(
+            wire.Protect(
+                shard=header.shard,
+                writer=message.writer,
+                targets=message.targets,
+                min_fragments=0,
+                memory_bytes=message.memory_bytes,
+                timeout_s=message.timeout_s,
+                discard=(),
+            )
+        )
 
     def store(self, message: wire.Store) -> wire.Stored:
         """Write a generation to disk, behind all else, or tell how far that is."""
@@ -201,6 +233,15 @@ class Agent:
             where, offset, size_bytes = self.core.ledgers.locate_shard(shard)
         return where.path, offset, size_bytes
 
+    def trace(self, run: str) -> wire.Trace:
+        """Where time went, here and in the node's ranks."""
+        return wire.Trace(self.info.node, self._ranks_tracer.of(run), self._tracer.of(run))
+
+    def spans(self, message: wire.Spans) -> wire.Done:
+        """Keep what a rank of this node tells."""
+        self._ranks_tracer.add(message.spans)
+        return wire.Done()
+
     def status(self) -> dict[str, Any]:
         """What people and tools want to know, as plain JSON values."""
         with self._changed:
@@ -211,7 +252,7 @@ class Agent:
             "domain": self.info.domain,
             "address": self.info.address,
             "pid": self.info.pid,
-            "disk": {"folder": str(self._disk.folder) if self._disk else "", "problem": problem},
+            "disk": {"folder": self._disk_folder, "problem": problem},
             "runs": {run: self._run_status(run) for run in runs},
         }
 

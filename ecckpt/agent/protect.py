@@ -29,7 +29,7 @@ from ecckpt.agent.actions import (
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.sizes import parity_region_bytes
-from ecckpt.errors import CorruptFragment, InvalidMessage, RequestRefused
+from ecckpt.errors import CorruptFragment
 from ecckpt.fragment import HOME, Header, pack_table
 from ecckpt.generation import ShardId
 
@@ -70,32 +70,18 @@ class Protector:
         home.pins += 1
         return [*actions, Reply(wire.Done()), *self._prepare(job, home, now_s)]
 
-    def repair(self, message: wire.Repair, now_s: float) -> tuple[Job, list[Action]]:
-        """Begin to make fragments of a sealed home copy again.
+    def repair(self, message: wire.Protect, now_s: float) -> tuple[Job, list[Action]]:
+        """Begin to make fragments of a sealed home copy again: one shard at a time.
 
-        One repair at a time, and none while a save is under way: ``RequestRefused``.
+        Only while nothing else is under way (``busy``), and nothing is dropped for it.
         """
-        shard = message.shard
-        self._ledgers.look(shard.run).check(message.writer)
-        home = self._ledgers.find(shard, HOME)
-        if home.table is None:
-            raise InvalidMessage(f"{shard} is still being staged")
-        if self.busy:
-            raise RequestRefused(self._ledgers.node, 503, f"{shard}: a save or repair is under way")
-        actions = self._ledgers.admit(shard.run, message.writer)
-        protect = wire.Protect(
-            shard=shard,
-            writer=message.writer,
-            targets=message.targets,
-            min_fragments=0,
-            memory_bytes=message.memory_bytes,
-            timeout_s=message.timeout_s,
-            discard=(),
-        )
-        job = Job(protect, home, now_s, now_s + message.timeout_s, repair=True)
+        home = self._ledgers.find(message.shard, HOME)
+        assert home.table is not None
+        assert not self.busy
+        job = Job(message, home, now_s, now_s + message.timeout_s, repair=True)
         self._repair = job
         home.pins += 1
-        return job, [*actions, *self._prepare(job, home, now_s)]
+        return job, self._prepare(job, home, now_s)
 
     @property
     def busy(self) -> bool:

@@ -9,10 +9,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.coding import bad_blocks
+from ecckpt.agent.pace import Pace, pace_of
 from ecckpt.blocks import span_of
 from ecckpt.errors import CorruptFragment, EcckptError
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table, parse_superblock
@@ -28,21 +29,6 @@ _WINDOW_BYTES = 4 << 20
 _REST_S = 60.0
 
 Blocks = list[tuple[int, int]]
-Pace = Callable[[int], None]
-
-
-def pace_of(bytes_per_s: float) -> Pace:
-    """Called with each number of bytes read, it keeps them to that rate (0: any)."""
-    started_s, total = time.monotonic(), 0
-
-    def wait(count: int) -> None:
-        nonlocal total
-        total += count
-        ahead_s = total / bytes_per_s - (time.monotonic() - started_s) if bytes_per_s else 0
-        if ahead_s > 0:
-            time.sleep(ahead_s)
-
-    return wait
 
 
 def check_entry(entry: Entry, pace: Pace) -> Blocks:

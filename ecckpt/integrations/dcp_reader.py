@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ecckpt.checkpointer import Checkpointer
+from ecckpt.collector import collector_paused
 from ecckpt.errors import (
     InvalidConfig,
     NothingToRestore,
@@ -111,6 +112,7 @@ class Reader(StorageReader):
         """As they are."""
         return plans
 
+    @collector_paused()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the planner asks for; everything is checked before the first byte is."""
         assert self._contents is not None, "DCP reads the metadata first"
@@ -145,6 +147,7 @@ class Reader(StorageReader):
 
     # -- shards -----------------------------------------------------------------------------------
 
+    @collector_paused()
     def _open(self) -> Contents:
         if self._found is None:
             raise NothingToRestore(self._run, {}, hint="look at Reader.step before dcp.load")

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ecckpt.checkpointer import Checkpointer
+from ecckpt.collector import collector_paused
 from ecckpt.errors import (
     AgentUnreachable,
     EcckptError,
@@ -34,7 +35,7 @@ from ecckpt.integrations.dcp_shard import (
 from ecckpt.integrations.dcp_turns import Turn, Turns, turns_of
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
-from ecckpt.state import plan_shard
+from ecckpt.state import ShardPlan, plan_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,22 +178,21 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stage and protect this rank's shard; the result is one receipt for all of it."""
         assert self._ticket is not None, "DCP asks for storage_meta() first"
-        written = False
-        slots = Slots()
+        ticket, written = self._ticket, False
         try:
-            state, boxes, notes = shard_state(plan, planner, ranks=self._ticket.header.world_size)
-            shard = plan_shard(state, boxes=boxes)
-            self._ticket.stage(shard, slots)
-            self._ticket.protect()
+            with collector_paused():
+                state, boxes, notes = shard_state(plan, planner, ranks=ticket.header.world_size)
+                shard = plan_shard(state, boxes=boxes)
+            self._stage(ticket, shard)
+            ticket.protect()
             written = True
         except AgentUnreachable:
             self._revive_agent()
             raise
         finally:
-            slots.close()
             if self._turn is not None and not (written and self._is_coordinator):
                 self._turn.ended.set()
-        own = self._ticket.shard
+        own = ticket.shard
         receipt = Receipt(own.generation, own.rank, dict(notes.digests))
         index = MetadataIndex(f"rank {own.rank}")
         future: Future[list[WriteResult]] = Future()
@@ -218,6 +218,16 @@ class Writer(StorageWriter):
         """False: DCP cannot make a writer from an id."""
         del checkpoint_id
         return False
+
+    def _stage(self, ticket: Ticket, shard: ShardPlan) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.stage(ticket, shard)
+            return
+        slots = Slots()  # in DCP's process
+        try:
+            ticket.stage(shard, slots)
+        finally:
+            slots.close()
 
     def _revive_agent(self) -> None:
         assert self._ticket is not None

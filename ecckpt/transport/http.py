@@ -11,14 +11,20 @@ import math
 import re
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused
 
 _IDLE_TIMEOUT_S = 10.0
 _READ_BYTES = 8 << 20
+_PACED_READ_BYTES = 256 << 10  # smooth, not in bursts
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9.:%_-]+\]|[0-9A-Fa-f:.]+):([0-9]{1,5})")
 _LENGTH = re.compile(r"[0-9]{1,18}")
+
+
+# Told how many bytes have come; returns when more may.
+Take = Callable[[int], None]
 
 
 class _Socket(socket.socket):
@@ -119,16 +125,20 @@ class Exchange:
         sock.idle_s = _IDLE_TIMEOUT_S
         return self._response
 
-    def read_into(self, response: http.client.HTTPResponse, target: memoryview) -> None:
+    def read_into(
+        self, response: http.client.HTTPResponse, target: memoryview, pace: Take | None = None
+    ) -> None:
         """Fill ``target`` from the body; the deadline holds for each receive."""
-        done = 0
+        done, most = 0, _PACED_READ_BYTES if pace else _READ_BYTES
         while done < len(target):
-            count = response.fp.readinto1(target[done : done + _READ_BYTES])
+            count = response.fp.readinto1(target[done : done + most])
             if not count:
                 raise CorruptFragment(
                     f"{self.address}: body ended after {done} of {len(target)} bytes"
                 )
             done += count
+            if pace is not None:
+                pace(count)
 
 
 def request(
@@ -166,8 +176,11 @@ def pull(
     offset: int = 0,
     token: str = "",
     timeout_s: float,
+    pace: Take | None = None,
 ) -> None:
     """Fill ``target`` with the bytes of ``path`` from ``offset`` on, straight from the socket.
+
+    ``pace`` is told how much has come each time, and waits if that was too fast.
 
     ``target`` stays the caller's; on any error its content is undefined. Raises
     ``AgentUnreachable``, ``RequestRefused`` (not there, or another length) and
@@ -182,7 +195,7 @@ def pull(
             raise RequestRefused(
                 address, response.status, f"GET {path}: {length} bytes for {len(target)} wanted"
             )
-        exchange.read_into(response, target)
+        exchange.read_into(response, target, pace)
 
 
 def _length(response: http.client.HTTPResponse) -> int:

@@ -11,14 +11,13 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 
 
 def test_some_points() -> None:
-    reached = run(every=48)
-    assert reached["KILL at a call"] >= 4
-    assert reached["KILL at a line"] >= 30
-    assert reached["an error"] >= 1
+    reached = run(every=100)
+    assert reached["KILL at a call"] >= 2
+    assert reached["KILL at a line"] >= 20
 
 
 @pytest.mark.long
 def test_at_least_200_points() -> None:
-    reached = run(every=9)
+    reached = run(every=18)
     assert reached["KILL at a call"] + reached["KILL at a line"] >= 200
-    assert reached["an error"] >= 5
+    assert reached["an error"] >= 2

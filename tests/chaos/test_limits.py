@@ -1,0 +1,156 @@
+"""Memory that is full, files that may not grow, and what dead runs and neighbours have left."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import SESSION
+from stored import store
+from worlds import World, same_state, states_for
+
+from ecckpt import wire
+from ecckpt.fragment import (
+    BLOCK_BYTES,
+    HOME,
+    SUPERBLOCK_BYTES,
+    Header,
+    fragment_bytes_for,
+    parse_superblock,
+)
+from ecckpt.generation import Generation, ShardId
+from ecckpt.testing import LocalCluster
+
+ELEMENTS = 300_000  # 1.2 MB a rank
+
+
+@pytest.fixture
+def small() -> Iterator[LocalCluster]:
+    """Six agents, the last with 24 MiB of memory."""
+    folder = Path(f"/dev/shm/ecckpt-small-{os.getpid()}")
+    (folder / "n5").mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "none", str(folder / "n5")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        shutil.rmtree(folder)
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        with LocalCluster(nodes=6, folder=folder) as cluster:
+            yield cluster
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder / "n5")], check=True)
+        shutil.rmtree(folder)
+
+
+def _save_fails_alike(
+    cluster: LocalCluster, limit: Callable[[], Any], lift: Callable[[], Any], words: str
+) -> None:
+    """A save under the limit fails on all ranks, costs nothing, and the one after it does not."""
+    with World(cluster, code=(3, 2)) as world:
+        world.restore(states_for(6, seed=0))
+        older = states_for(6, seed=1, elements=1000)
+        assert all(handle.wait(30) for handle in world.save(1, older))
+        limit()
+        handles = world.save(2, states_for(6, seed=2, elements=ELEMENTS))
+        assert all(handle.wait_done(40) for handle in handles)
+        assert not any(handle.committed for handle in handles)
+        assert words in " ".join(str(handle.error) for handle in handles)
+    blank = states_for(6, seed=0, elements=1000)
+    with World(cluster, code=(3, 2)) as world:
+        found = world.restore(blank)
+        assert {each.step for each in found} == {1}
+        assert all(map(same_state, blank, older))
+        lift()
+        newer = states_for(6, seed=3, elements=ELEMENTS)
+        assert all(handle.wait(30) for handle in world.save(3, newer))
+    with World(cluster, code=(3, 2)) as world:
+        blank = states_for(6, seed=0, elements=ELEMENTS)
+        assert {each.step for each in world.restore(blank)} == {3}
+        assert all(map(same_state, blank, newer))
+
+
+def test_a_tmpfs_that_somebody_else_has_filled(small: LocalCluster) -> None:
+    alien = small.root("n5") / "somebody else's"
+
+    def fill() -> None:
+        with alien.open("wb") as file:
+            size = os.statvfs(alien)
+            os.posix_fallocate(file.fileno(), 0, size.f_bavail * size.f_frsize - (256 << 10))
+
+    _save_fails_alike(small, fill, alien.unlink, "tmpfs")
+
+
+def test_files_that_may_not_grow(cluster6: LocalCluster) -> None:
+    pid = cluster6.client("n4").node().pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+
+    def limit() -> None:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 19, hard))
+
+    def lift() -> None:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+    _save_fails_alike(cluster6, limit, lift, "File too large")
+
+
+def _files(cluster: LocalCluster, run: str) -> dict[Path, tuple[str, int]]:
+    """Digest and time of the last change of every file of a run."""
+    found = {}
+    for node in cluster.nodes:
+        for path in (cluster.root(node) / "regions").iterdir():
+            content = path.read_bytes()
+            header = parse_superblock(content[:SUPERBLOCK_BYTES], path.name)
+            if header is not None and header.shard.run == run:
+                found[path] = hashlib.sha256(content).hexdigest(), path.stat().st_mtime_ns
+    return found
+
+
+def test_dead_trainers_and_neighbours_side_by_side(cluster6: LocalCluster) -> None:
+    store(cluster6, [bytes([rank]) * 30_000 for rank in range(6)], run="neighbour")
+    before = _files(cluster6, "neighbour")
+    assert len(before) == 6 * 6
+    client = cluster6.client("n0")
+    for step in range(1, 21):
+        # A trainer that dies in the middle of its snapshot, or right after it, again and again.
+        header = _header(step)
+        slot = client.reserve(wire.Reserve(header, 1 << 24, 1, 5, ()))
+        with Path(slot.path).open("r+b") as file:
+            file.seek(slot.payload_offset)
+            file.write(b"half of it")
+        if step % 2:
+            client.stage(wire.Stage(header, slot.region))
+    left = client.status()["runs"]["test"]
+    assert left["used_bytes"] < 2 * header.file_bytes
+    states = states_for(6, seed=1)
+    with World(cluster6, code=(3, 2)) as world:
+        assert world.restore(states) == [None] * 6
+        assert all(handle.wait(30) for handle in world.save(30, states))
+    cluster6.restart(*cluster6.nodes)
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        assert {each.step for each in world.restore(blank)} == {30}
+    assert all(map(same_state, blank, states))
+    assert _files(cluster6, "neighbour") == before
+
+
+def _header(step: int) -> Header:
+    shard_bytes = 200_000
+    return Header(
+        shard=ShardId("test", Generation(1, step, SESSION), 0),
+        world_size=6,
+        index=HOME,
+        k=3,
+        m=2,
+        shard_bytes=shard_bytes,
+        fragment_bytes=fragment_bytes_for(shard_bytes, 3),
+        block_bytes=BLOCK_BYTES,
+        home="n0",
+        parent=None,
+        created_unix_s=0,
+    )
