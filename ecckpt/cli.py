@@ -300,7 +300,9 @@ def _repair(arguments: argparse.Namespace) -> int:
 
     token = read_token(arguments.token_file)
     agents = [AgentClient(address, token) for address in arguments.agents]
-    done = repair_run(arguments.run, agents, memory_bytes=arguments.memory_bytes)
+    done = repair_run(
+        arguments.run, agents, memory_bytes=arguments.memory_bytes, dry_run=arguments.dry_run
+    )
     if arguments.json:
         print(json.dumps(asdict(done) | {"generation": str(done.generation)}))
     else:
@@ -308,6 +310,8 @@ def _repair(arguments: argparse.Namespace) -> int:
             f"{done.generation}: {done.fragments} fragments to make again, {done.homes} shards "
             f"decoded; survived {done.margin_before} more node losses, now {done.margin}"
         )
+        for step in done.steps if arguments.dry_run else ():
+            print(f"  {step}")
         for problem in done.problems:
             print(f"  {problem}")
     return 0 if done.complete and not done.problems else 1
