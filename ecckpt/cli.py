@@ -99,6 +99,7 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     repair = commands.add_parser("repair", help="make again what nodes lack of a run")
     repair.add_argument("run")
     repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    repair.add_argument("--dry-run", action="store_true", help="only say what would be done")
     repair.add_argument("--memory-bytes", type=_bytes, default=0, help="the run's budget on a node")
     repair.add_argument("--token-file", type=Path, default=node.token_file)
     repair.add_argument("--json", action="store_true")
