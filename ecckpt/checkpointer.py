@@ -37,10 +37,11 @@ from ecckpt.generation import Generation, ShardId
 from ecckpt.guarding import guard
 from ecckpt.joining import join
 from ecckpt.native import prefer
+from ecckpt.ordering import Order, Wanted
 from ecckpt.placement import CodeSpec
 from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
-from ecckpt.restoring import Found, Order, Restored, Restorer, Wanted
+from ecckpt.restoring import Found, Restored, Restorer
 from ecckpt.retention import Keep
 from ecckpt.saving import Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
@@ -511,7 +512,7 @@ class Checkpointer:
 
     def _begin(self, order: Order, restorer: Restorer) -> None:
         self._timeline = order.timeline
-        self._storer.begin(order.timeline, restorer.stored, restorer.roll_backs)
+        self._storer.begin(order.timeline, restorer.leader.stored, restorer.leader.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
         self._watcher.call(self._guard)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ecckpt.cluster import Cluster
 from ecckpt.errors import EcckptError
 from ecckpt.ordering import guard_of
-from ecckpt.restoring import Cluster
 
 _log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from ecckpt import wire
 from ecckpt.agents import check_reachable, find_or_start, local_client
 from ecckpt.client import AgentClient
+from ecckpt.cluster import Cluster
 from ecckpt.config import ClusterConfig, NodeConfig
 from ecckpt.errors import AgentUnreachable, DuplicateNode, EcckptError, InvalidConfig
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.rendezvous import Meeting
-from ecckpt.restoring import Cluster
 
 _log = logging.getLogger(__name__)
 

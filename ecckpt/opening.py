@@ -28,7 +28,8 @@ from ecckpt.errors import (
     StateMismatch,
 )
 from ecckpt.generation import Generation, check_name
-from ecckpt.ranges import RangeReader, Sources
+from ecckpt.ordering import sources_of
+from ecckpt.reading import Peers, ShardReader
 from ecckpt.recovery import GenerationReport, Inventory, plan_recovery
 from ecckpt.state.catalogue import Piece, Whole, catalogue
 from ecckpt.state.layout import Header, header_bytes, parse_header
@@ -55,13 +56,12 @@ class Opened(Mapping[str, torch.Tensor]):
         preferred: the rank that ``as_rank`` chose, else None.
     """
 
-    def __init__(self, run: str, report: GenerationReport, sources: Sources) -> None:
+    def __init__(self, run: str, report: GenerationReport, peers: Peers) -> None:
         self.run = run
         self.generation: Generation = report.generation
         self.world_size = report.world_size
         self.preferred: int | None = None
-        self._sources = sources
-        self._readers = [RangeReader(shard, sources) for shard in report.shards]
+        self._readers = [ShardReader(sources, peers) for sources in sources_of(report)]
         self._shards = {rank: _header(reader) for rank, reader in enumerate(self._readers)}
         self._catalogue = catalogue(self._shards)
 
@@ -80,7 +80,7 @@ class Opened(Mapping[str, torch.Tensor]):
     @property
     def pulled_bytes(self) -> int:
         """Bytes of blocks that came over the network so far."""
-        return self._sources.pulled_bytes
+        return sum(reader.pulled_bytes for reader in self._readers)
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -253,8 +253,8 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
     if plan.chosen is None:
         missing = {f"agent {address}": why for address, why in silent.items()}
         raise NothingToRestore(run, plan.rejected() | dict(plan.ruins) | missing)
-    sources = Sources({node: client for node, (_, client) in found.items()}, timeout_s)
-    return Opened(run, plan.chosen, sources)
+    peers = Peers({node: client for node, (_, client) in found.items()}, request_s=timeout_s)
+    return Opened(run, plan.chosen, peers)
 
 
 def _inventories(
@@ -284,13 +284,13 @@ def _inventories(
     return found, silent
 
 
-def _header(reader: RangeReader) -> tuple[Header, Notes]:
+def _header(reader: ShardReader) -> tuple[Header, Notes]:
     """Header and notes of a shard, from its first blocks."""
-    prefix = bytearray(min(8, reader.shard_bytes))
+    prefix = bytearray(min(8, len(reader.data)))
     reader.read(0, memoryview(prefix))
-    buffer = bytearray(header_bytes(memoryview(prefix), reader.shard_bytes))
+    buffer = bytearray(header_bytes(memoryview(prefix), len(reader.data)))
     reader.read(0, memoryview(buffer))
-    header = parse_header(memoryview(buffer), reader.shard_bytes)
+    header = parse_header(memoryview(buffer), len(reader.data))
     if not header.entries or header.entries[-1].name != VALUES_NAME:
         raise CorruptFragment("a shard without values at its end")
     return header, parse_notes(header.metadata)

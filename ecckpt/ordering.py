@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ecckpt import wire
+from ecckpt.errors import StateMismatch
 from ecckpt.fragment import HOME, Header
+from ecckpt.generation import Generation
 from ecckpt.placement import Placement, plan_repair
-from ecckpt.recovery import RecoveryPlan, ShardReport
+from ecckpt.recovery import GenerationReport, RecoveryPlan, ShardReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,148 @@ class Way:
     local: bool
     sources: tuple[wire.Sources, ...]
     repair: tuple[wire.Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSources:
+    """Which nodes have a shard whole, and which hold its fragments."""
+
+    header: Header
+    homes: tuple[str, ...]
+    fragments: Mapping[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a restore was asked for by name; neither: the newest."""
+
+    step: int | None = None
+    generation: Generation | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether somebody chose: later restarts then do not go beyond it by themselves."""
+        return self.step is not None or self.generation is not None
+
+    @property
+    def hint(self) -> str:
+        """What to do where it cannot be had."""
+        if not self.named:
+            return "to start from scratch, give the run another name"
+        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
+        return f"{what} was asked for; ecckpt plan-restore lists what there is"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one rank shall do: bring this shard home from these sources; None: nothing is left.
+
+    With ``shards``, make one from these instead; ``header`` is then this rank's own of them, or,
+    if another number of ranks saved, the first.
+    """
+
+    timeline: int
+    header: Header | None
+    local: bool
+    sources: tuple[wire.Sources, ...]
+    repair: tuple[wire.Target, ...]
+    margin: int
+    rejected: Mapping[str, str]
+    shards: tuple[ShardSources, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it went.
+
+    ok, bad (the bytes cannot be had or proven), mismatch (they do not fit) or relaid (they do, but
+    for DTensors that are cut in another way here).
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from the outcomes of all ranks: go on and load, or try something else.
+
+    ``refused`` is why the generation is out of the question, ``relaid`` says that it is not, but
+    that every rank has to make its shard from all.
+    """
+
+    go: bool
+    refused: str
+    relaid: bool
+
+
+def judge(outcomes: Sequence[Outcome]) -> Verdict:
+    """Whether all ranks may load. Raises ``StateMismatch`` if a state does not fit."""
+    mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
+    if mismatches:
+        raise StateMismatch(mismatches)
+    bad = [each.text for each in outcomes if each.kind == "bad"]
+    relaid = any(each.kind == "relaid" for each in outcomes)
+    return Verdict(not bad and not relaid, "; ".join(bad[:4]), relaid)
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What orders go by beside the plan: the restore's timeline, the ranks' homes, the nodes."""
+
+    timeline: int
+    homes: Sequence[str]
+    placement: Placement
+    address: Mapping[str, str]
+
+
+def orders(
+    plan: RecoveryPlan, ground: Ground, rejected: Mapping[str, str], *, alike: bool, relaid: bool
+) -> list[Order]:
+    """An order for each rank.
+
+    On as many ranks as saved each brings home its own shard, and re-makes what was lost of it;
+    ``relaid``: it then makes another one from all shards. On another number, or if all orders shall
+    be ``alike``, there is nothing but all shards.
+    """
+    ranks, chosen = len(ground.homes), plan.chosen
+    if chosen is None:
+        return [Order(ground.timeline, None, False, (), (), -1, rejected, ())] * ranks
+    shards = sources_of(chosen)
+    if alike or chosen.world_size != ranks:
+        header, margin = shards[0].header, chosen.margin
+        return [Order(ground.timeline, header, False, (), (), margin, rejected, shards)] * ranks
+    return [
+        _own_order(shard, ground, rejected, shards if relaid else ()) for shard in chosen.shards
+    ]
+
+
+def _own_order(
+    shard: ShardReport,
+    ground: Ground,
+    rejected: Mapping[str, str],
+    shards: tuple[ShardSources, ...],
+) -> Order:
+    way = way_home(shard, ground.homes[shard.rank], ground.placement, ground.address)
+    return Order(
+        ground.timeline,
+        way.header,
+        way.local,
+        way.sources,
+        way.repair,
+        shard.margin,
+        rejected,
+        shards,
+    )
+
+
+def sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
+    """Where the shards of a generation that can be restored are, in the order of their ranks."""
+    return tuple(
+        ShardSources(shard.header.at(HOME), shard.homes, shard.fragments)
+        for shard in chosen.shards
+        if shard.header is not None  # of a chosen generation, every shard has one
+    )
 
 
 def next_timeline(found: RecoveryPlan, after: int) -> int:
@@ -39,6 +183,12 @@ def way_home(
     """How a shard that is not lost comes to its rank's node; ``address`` is each node's."""
     assert shard.header is not None
     header = shard.header.at(HOME)
+    sources = []
+    for index in range(header.n):
+        copies = shard.homes if index < header.k else ()
+        nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
+        if nodes:
+            sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
     missing: Mapping[int, str] = {}
     if placement.code.holders and len(shard.fragments) < header.n:
         missing = plan_repair(
@@ -49,20 +199,7 @@ def way_home(
             nodes=_nearest(placement, home),
         )
     targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
-    local, sources = home in shard.homes, sources_of(shard, address)
-    return Way(replace(header, home=home), local, sources, tuple(targets))
-
-
-def sources_of(shard: ShardReport, address: Mapping[str, str]) -> tuple[wire.Sources, ...]:
-    """Where what is left of a shard can be pulled from; data fragments also out of home copies."""
-    assert shard.header is not None
-    sources = []
-    for index in range(shard.header.n):
-        copies = shard.homes if index < shard.header.k else ()
-        nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
-        if nodes:
-            sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-    return tuple(sources)
+    return Way(replace(header, home=home), home in shard.homes, tuple(sources), tuple(targets))
 
 
 def guard_of(

@@ -6,6 +6,7 @@ holds the fragment. Where a holder is gone or a block is bad, its row is decoded
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Mapping
@@ -18,19 +19,12 @@ from ecckpt.blocks import Flags, Offsets, covering, like_rows, span_of, spans
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
 from ecckpt.errors import AgentUnreachable, CorruptFragment, EcckptError, TooFewFragments
-from ecckpt.fragment import Header
+from ecckpt.ordering import ShardSources
 
 _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSources:
-    """Which nodes have a shard whole, and which hold its fragments."""
-
-    header: Header
-    homes: tuple[str, ...]
-    fragments: Mapping[int, tuple[str, ...]]
+_PIECE_BLOCKS = 8
+_KEPT_BLOCKS = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -38,13 +32,15 @@ class Peers:
     """The agents that are read from, shared by all readers of one restore.
 
     ``near`` is this node, which is asked first; ``spread`` differs from rank to rank, so that not
-    all begin with the same peer. A node that once did not answer is not asked again.
+    all begin with the same peer. A node that once did not answer is not asked again. Each request
+    may take ``request_s``, all of them until ``deadline_s``.
     """
 
     clients: Mapping[str, AgentClient]
-    near: str
-    spread: int
-    deadline_s: float
+    near: str = ""
+    spread: int = 0
+    deadline_s: float = math.inf
+    request_s: float = math.inf
     silent: set[str] = field(default_factory=set)
 
     def order(self, nodes: tuple[str, ...]) -> list[str]:
@@ -55,8 +51,8 @@ class Peers:
         return sorted(turned, key=lambda node: node != self.near)
 
     def left_s(self) -> float:
-        """Time left, at least a moment."""
-        return max(0.001, self.deadline_s - time.monotonic())
+        """Time for the next request, at least a moment."""
+        return max(0.001, min(self.request_s, self.deadline_s - time.monotonic()))
 
 
 class ShardReader:
@@ -112,6 +108,19 @@ class ShardReader:
         if lacking.any():
             self._decode(lacking)
 
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the shard's bytes from ``start`` on, as ``require`` brings them.
+
+        However much is read, no more than some pieces stay in memory.
+        """
+        piece_bytes = _PIECE_BLOCKS * self._header.block_bytes
+        for at in range(0, len(target), piece_bytes):
+            if self._good.sum() > _KEPT_BLOCKS:
+                self.release()
+            begin, end = start + at, start + min(at + piece_bytes, len(target))
+            self.require(np.array([begin]), np.array([end]))
+            target[at : at + piece_bytes] = self.data[begin:end]
+
     def digest(self, start: int, end: int) -> bytes:
         """Equal for the same range of two shards: these bytes are equal; else nothing is said.
 
@@ -134,7 +143,8 @@ class ShardReader:
     def _pull(self, wanted: Mapping[int, Flags]) -> None:
         """Try every source of these fragments for the blocks that are not there yet."""
         todo = {i: rows for i, rows in wanted.items() if (rows & ~self._good[i]).any()}
-        if not todo:
+        if len(todo) < 2:
+            self.pulled_bytes += sum(self._pull_fragment(*item) for item in todo.items())
             return
         with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="read") as pool:
             counts = list(pool.map(lambda item: self._pull_fragment(*item), todo.items()))

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ecckpt.reading import Peers, ShardReader, ShardSources
+from ecckpt.ordering import ShardSources
+from ecckpt.reading import Peers, ShardReader
 from ecckpt.state import Place, SavedShard, Shard, reshape
 
 _PARALLEL_HEADERS = 8

@@ -8,24 +8,22 @@ plan -> an order for each rank  ------>  bring the shard home, prove every block
 all fine?                       <------  outcome
 go, or refuse this generation   ------>  load, or wait for the next order
 
-Where another number of ranks saved, or a rank finds its DTensors cut in another way, the order
-names all shards instead, and every rank makes its own from them (resharding.py).
+Rank 0's part is in leading.py, what it goes by in ordering.py. Where another number of ranks saved,
+or a rank finds its DTensors cut in another way, the order names all shards instead, and every rank
+makes its own from them (resharding.py).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ecckpt import wire
-from ecckpt.client import AgentClient
+from ecckpt.cluster import Cluster
 from ecckpt.codec import Codec
-from ecckpt.collector import collector_paused
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     CorruptFragment,
@@ -34,20 +32,10 @@ from ecckpt.errors import (
     NothingToRestore,
     StateMismatch,
 )
-from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack, in_force
-from ecckpt.ordering import next_timeline, way_home
-from ecckpt.placement import Placement
-from ecckpt.reading import Peers, ShardSources
-from ecckpt.recovery import (
-    GenerationReport,
-    Inventory,
-    RecoveryPlan,
-    ShardReport,
-    on_disk,
-    plan_recovery,
-)
+from ecckpt.leading import Leader
+from ecckpt.ordering import Order, Outcome, ShardSources, Wanted
+from ecckpt.reading import Peers
 from ecckpt.rendezvous import Meeting
 from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
@@ -56,36 +44,6 @@ from ecckpt.state import Shard, check, is_relaid, load, read_shard
 from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What one rank shall do: bring this shard home from these sources; None: nothing is left.
-
-    With ``shards``, make one from these instead; ``header`` is then this rank's own of them, or,
-    if another number of ranks saved, the first.
-    """
-
-    timeline: int
-    header: Header | None
-    local: bool
-    sources: tuple[wire.Sources, ...]
-    repair: tuple[wire.Target, ...]
-    margin: int
-    rejected: Mapping[str, str]
-    shards: tuple[ShardSources, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """How it went.
-
-    ok, bad (the bytes cannot be had or proven), mismatch (they do not fit) or relaid (they do, but
-    for DTensors that are cut in another way here).
-    """
-
-    kind: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,45 +81,6 @@ class Restored:
     reprotection: SaveHandle
     saved_by: int
     reseeded: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a restore was asked for by name; neither: the newest."""
-
-    step: int | None = None
-    generation: Generation | None = None
-
-    @property
-    def named(self) -> bool:
-        """Whether somebody chose: later restarts then do not go beyond it by themselves."""
-        return self.step is not None or self.generation is not None
-
-    @property
-    def hint(self) -> str:
-        """What to do where it cannot be had."""
-        if not self.named:
-            return "to start from scratch, give the run another name"
-        what = f"generation {self.generation}" if self.generation else f"step {self.step}"
-        return f"{what} was asked for; ecckpt plan-restore lists what there is"
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Who takes part: this rank's agent, all nodes, and where fragments go.
-
-    ``homes`` is each rank's node; only rank 0 knows it. ``disk`` is what this node's agent was
-    started with as ``--disk``.
-    """
-
-    run: str
-    home: wire.NodeInfo
-    disk: Path | None
-    agent: AgentClient
-    peers: Mapping[str, AgentClient]
-    placement: Placement
-    homes: tuple[str, ...]
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +125,7 @@ class Restorer:
         self._slots = slots
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
-        self._refused: dict[Generation, str] = {}
-        self._relaid: set[Generation] = set()
-        self._asking = ThreadPoolExecutor(32, thread_name_prefix="ask")
-        self._silent: dict[str, str] = {}
-        self._after = after
-        self._timeline = 0
-        # What rank 0 learns for those that it tells, and for its disks.
-        self.roll_backs: tuple[RollBack, ...] = ()
-        self.stored: tuple[Generation, ...] = ()
+        self.leader = Leader(cluster, self._peers, after=after)
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -224,7 +135,7 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
-        with self._asking:
+        with self.leader:
             return self._run(state, wanted, required=required)
 
     def _run(
@@ -256,17 +167,17 @@ class Restorer:
 
     def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
         """Choose, and leave the reading to somebody else: no bytes are looked at here."""
-        with self._asking:
+        with self.leader:
             return self._find(wanted)
 
     def _find(self, wanted: Wanted) -> tuple[Order, Found | None]:
-        order = self._order(0, wanted, whole=True)
+        order = self._order(0, wanted, alike=True)
         if order.header is None:
             if order.rejected or wanted.named:
                 raise NothingToRestore(self._cluster.run, order.rejected)
             return order, None
         generation = order.header.shard.generation
-        self._verdict(0, generation, _Outcome("ok", ""), wanted)
+        self._verdict(0, generation, Outcome("ok", ""), wanted)
         return order, Found(
             generation,
             order.header.world_size,
@@ -277,96 +188,31 @@ class Restorer:
             0.8 * self._timeout_s,
         )
 
-    # -- rank 0 -----------------------------------------------------------------------------------
+    # -- between rank 0 and all -------------------------------------------------------------------
 
-    def _order(self, attempt: int, wanted: Wanted, *, whole: bool = False) -> Order:
-        @collector_paused()
+    def _order(self, attempt: int, wanted: Wanted, *, alike: bool = False) -> Order:
         def lead(_: list[bytes]) -> Sequence[bytes]:
-            if not self._timeline:
-                self._timeline = self._start_timeline()
-            inventories = self._inventories()
-            plan = plan_recovery(
-                self._cluster.run,
-                inventories,
-                step=wanted.step,
-                generation=wanted.generation,
-                refused=self._refused,
-            )
-            self.roll_backs = plan.roll_backs
-            self.stored = on_disk(self._cluster.run, inventories)
-            return [wire.pack(order) for order in self._orders(plan, whole=whole)]
+            return [wire.pack(order) for order in self.leader.order(wanted, alike=alike)]
 
-        answer = self._meeting.decide(
-            f"{self._tag}/{attempt}/order", b"", lead, timeout_s=self._timeout_s
-        )
+        tag = f"{self._tag}/{attempt}/order"
+        answer = self._meeting.decide(tag, b"", lead, timeout_s=self._timeout_s)
         return wire.unpack(Order, answer)
 
-    def _start_timeline(self) -> int:
-        """Fence first, look afterwards: no plan on what an older writer may still change."""
-        found = plan_recovery(self._cluster.run, self._inventories())
-        timeline = next_timeline(found, self._after)
-        fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
-        self._each_peer(lambda peer: peer.fence(fence))
-        return timeline
+    def _verdict(
+        self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
+    ) -> bool:
+        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+            outcomes = [wire.unpack(Outcome, payload) for payload in payloads]
+            go = self.leader.judge(generation, outcomes, wanted)
+            return [b"go" if go else b""] * len(payloads)
 
-    def _inventories(self) -> list[Inventory]:
-        return self._each_peer(lambda peer: peer.inventory(self._cluster.run))
-
-    def _each_peer(self, ask: Callable[[AgentClient], Any]) -> list[Any]:
-        """Answers of all agents; one that does not answer is not asked again in this restore."""
-        answers: list[Any] = []
-        peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        futures = {node: self._asking.submit(ask, peer) for node, peer in peers.items()}
-        for node, future in futures.items():
-            try:
-                answers.append(future.result())
-            except (EcckptError, OSError) as error:
-                self._silent[node] = str(error)
-                _log.warning("node %s: %s", node, error)
-        return answers
-
-    def _orders(self, plan: RecoveryPlan, *, whole: bool = False) -> list[Order]:
-        world_size = self._meeting.world_size
-        rejected = {
-            name: next((why for each, why in self._refused.items() if str(each) == name), why)
-            for name, why in plan.rejected().items()
-        }
-        if plan.chosen is None:
-            rejected |= plan.ruins
-            rejected |= {f"node {node}": why for node, why in self._silent.items()}
-            nothing = Order(self._timeline, None, False, (), (), -1, rejected, ())
-            return [nothing] * world_size
-        if whole or plan.chosen.world_size != world_size:
-            return [self._order_to_reshape(plan.chosen, rejected)] * world_size
-        orders = [self._order_for(shard, rejected) for shard in plan.chosen.shards]
-        if plan.chosen.generation in self._relaid:
-            shards = _sources_of(plan.chosen)
-            orders = [replace(order, shards=shards) for order in orders]
-        return orders
-
-    def _order_for(self, shard: ShardReport, rejected: Mapping[str, str]) -> Order:
-        address = {node: peer.address for node, peer in self._cluster.peers.items()}
-        home = self._cluster.homes[shard.rank]
-        way = way_home(shard, home, self._cluster.placement, address)
-        return Order(
-            self._timeline,
-            way.header,
-            way.local,
-            way.sources,
-            way.repair,
-            shard.margin,
-            rejected,
-            (),
-        )
-
-    def _order_to_reshape(self, chosen: GenerationReport, rejected: Mapping[str, str]) -> Order:
-        shards = _sources_of(chosen)
-        header, margin = shards[0].header, chosen.margin
-        return Order(self._timeline, header, False, (), (), margin, rejected, shards)
+        tag = f"{self._tag}/{attempt}/verdict"
+        answer = self._meeting.decide(tag, wire.pack(outcome), lead, timeout_s=self._timeout_s)
+        return answer == b"go"
 
     # -- every rank -------------------------------------------------------------------------------
 
-    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Brought | None, _Outcome]:
+    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Brought | None, Outcome]:
         rank = self._meeting.rank
         brought = None
         try:
@@ -377,10 +223,10 @@ class Restorer:
                 check(state, brought.shard)
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
-            return None, _Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
+            return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
         except (EcckptError, OSError) as error:
-            return None, _Outcome("bad", f"rank {rank}: {error}")
-        return brought, _Outcome("ok", "")
+            return None, Outcome("bad", f"rank {rank}: {error}")
+        return brought, Outcome("ok", "")
 
     def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
         assert order.header is not None
@@ -457,33 +303,6 @@ class Restorer:
             )
         return payload
 
-    def _verdict(
-        self, attempt: int, generation: Generation, outcome: _Outcome, wanted: Wanted
-    ) -> bool:
-        def lead(payloads: list[bytes]) -> Sequence[bytes]:
-            outcomes = [wire.unpack(_Outcome, payload) for payload in payloads]
-            mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
-            if mismatches:
-                raise StateMismatch(mismatches)
-            bad = [each.text for each in outcomes if each.kind == "bad"]
-            relaid = any(each.kind == "relaid" for each in outcomes)
-            if relaid:
-                self._relaid.add(generation)
-            if bad:
-                self._refused[generation] = "; ".join(bad[:4])
-                _log.warning("generation %s refused: %s", generation, self._refused[generation])
-            elif not relaid:
-                if wanted.named:
-                    went_back = RollBack(self._timeline, generation)
-                    self.roll_backs = in_force((*self.roll_backs, went_back))
-                fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
-                self._each_peer(lambda peer: peer.fence(fence))
-            return [b"" if bad or relaid else b"go"] * len(payloads)
-
-        tag = f"{self._tag}/{attempt}/verdict"
-        answer = self._meeting.decide(tag, wire.pack(outcome), lead, timeout_s=self._timeout_s)
-        return answer == b"go"
-
     def _restored(self, order: Order, brought: _Brought, started_s: float) -> Restored:
         assert order.header is not None
         generation = order.header.shard.generation
@@ -509,11 +328,3 @@ class Restorer:
             saved_by=order.header.world_size,
             reseeded=brought.reseeded,
         )
-
-
-def _sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
-    return tuple(
-        ShardSources(shard.header.at(HOME), shard.homes, shard.fragments)
-        for shard in chosen.shards
-        if shard.header is not None  # of a chosen generation, every shard has one
-    )

@@ -49,9 +49,8 @@ def verbs():
 def literals():
     """Return the paths and last parts that app.py compares with."""
     code = Path(app.__file__).read_text()
-    return set(re.findall(r'"(/v1/\w+|/metrics)"', code)), set(
-        re.findall(r'\] [!=]= "(\w+)"', code)
-    )
+    whole = re.findall(r'"(/v1/\w+|/metrics)"', code)
+    return set(whole), set(re.findall(r'\] [!=]= "(\w+)"', code))
 
 
 def section(document, start, end):

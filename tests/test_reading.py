@@ -15,7 +15,8 @@ from ecckpt.blocks import covering
 from ecckpt.client import shard_path
 from ecckpt.errors import CorruptFragment, TooFewFragments
 from ecckpt.fragment import BLOCK_BYTES, SUPERBLOCK_BYTES
-from ecckpt.reading import Peers, ShardReader, ShardSources
+from ecckpt.ordering import ShardSources
+from ecckpt.reading import Peers, ShardReader
 from ecckpt.recovery import ShardReport, plan_recovery
 from ecckpt.testing import LocalCluster
 from ecckpt.transport.http import request

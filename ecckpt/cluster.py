@@ -1,0 +1,29 @@
+"""The cluster as one rank sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecckpt import wire
+from ecckpt.client import AgentClient
+from ecckpt.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Who takes part: this rank's agent, all nodes, and where fragments go.
+
+    ``homes`` is each rank's node; only rank 0 knows it. ``disk`` is what this node's agent was
+    started with as ``--disk``.
+    """
+
+    run: str
+    home: wire.NodeInfo
+    disk: Path | None
+    agent: AgentClient
+    peers: Mapping[str, AgentClient]
+    placement: Placement
+    homes: tuple[str, ...]
+    memory_bytes: int
