@@ -63,12 +63,15 @@ class Pullers:
     ) -> None:
         self._stack.close()
 
-    def seconds(self, work: Sequence[Sequence[Pull]]) -> float:
-        """Give each process a list of pulls; seconds until all are done."""
+    def seconds(self, work: Sequence[Sequence[Pull]], *, fresh: bool = False) -> float:
+        """Give each process a list of pulls; seconds until all are done.
+
+        ``fresh`` memory is made first, as on a node that has held nothing yet.
+        """
         started_s = time.perf_counter()
         busy = self._pipes[: len(work)]
         for pipe, pulls in zip(busy, work, strict=True):
-            pipe.send(list(pulls))
+            pipe.send((fresh, list(pulls)))
         for pipe in busy:
             if problem := pipe.recv():
                 raise RuntimeError(f"a plain pull failed: {problem}")
@@ -76,14 +79,15 @@ class Pullers:
 
 
 def _serve(pipe: Connection, room_bytes: int) -> None:
-    room = memoryview(mmap.mmap(-1, room_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    used = _room(room_bytes)
     pipe.send("")
     with ThreadPoolExecutor(8) as pool:
         while True:
             try:
-                pulls = pipe.recv()
+                fresh, pulls = pipe.recv()
             except EOFError:
                 return
+            room = _room(room_bytes) if fresh else used
             ends = [sum(pull.size_bytes for pull in pulls[: at + 1]) for at in range(len(pulls))]
             places = [
                 room[end - pull.size_bytes : end] for end, pull in zip(ends, pulls, strict=True)
@@ -93,6 +97,10 @@ def _serve(pipe: Connection, room_bytes: int) -> None:
                 pipe.send("")
             except Exception as error:  # the parent raises it
                 pipe.send(repr(error))
+
+
+def _room(size_bytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def _pull(pull: Pull, place: memoryview) -> None:

@@ -32,7 +32,7 @@ from ecckpt.errors import (
     UnsupportedState,
     WrongOrder,
 )
-from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.fragment import HOME, Header, block_bytes_for, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.guarding import guard
 from ecckpt.joining import join
@@ -43,7 +43,7 @@ from ecckpt.rendezvous import meet
 from ecckpt.reserving import Reserver, while_alive
 from ecckpt.restoring import Found, Restored, Restorer
 from ecckpt.retention import Keep
-from ecckpt.saving import Following, SaveHandle, Watcher
+from ecckpt.saving import COMMIT_TIMEOUT_S, Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
 from ecckpt.state import Replicas, ShardPlan, plan_shard
@@ -341,7 +341,7 @@ class Checkpointer:
             m=code.m,
             shard_bytes=shard_bytes,
             fragment_bytes=fragment_bytes_for(shard_bytes, code.k),
-            block_bytes=BLOCK_BYTES,
+            block_bytes=block_bytes_for(shard_bytes),
             home=self._cluster.home.node,
             parent=self._parent,
             created_unix_s=int(time.time()),
@@ -416,6 +416,7 @@ class Checkpointer:
         """
         generation = Generation(self._check_order(step), step, self._meeting.session)
         self._await_previous()
+        self._reserver.settle()
         self._latest, self._last_step = None, step
         shard = ShardId(self._config.run, generation, self._meeting.rank)
         self._ticket = Ticket(
@@ -541,7 +542,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until the last save is committed or has failed, and let everything go.
 
-        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``.
+        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``. Where the
+        ranks' store hangs, it returns after twice that, and the save has failed here.
 
         The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
         error of the last save is raised.
@@ -550,14 +552,20 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._watcher.close()
-        if self._meeting.rank == 0:
+        settled = self._watcher.close(self._patience_s())
+        if not settled and self._latest is not None:
+            self._latest.finish(SaveTimedOut("the store of the ranks does not answer"))
+        if settled and self._meeting.rank == 0:
             self._settle_ticket()  # for the disks
         self._storer.close(self._config.save_timeout_s)
         self._reserver.close()
         self._slots.close()
         if self._strict and self._latest is not None and self._latest.error is not None:
             raise self._latest.error
+
+    def _patience_s(self) -> float:
+        """More than a last save, a re-protection and telling all agents of it may take."""
+        return 2 * self._config.save_timeout_s + COMMIT_TIMEOUT_S * (len(self._cluster.peers) + 1)
 
     def __enter__(self) -> Self:
         return self

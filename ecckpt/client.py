@@ -93,9 +93,13 @@ class AgentClient:
         *,
         offset: int = 0,
         timeout_s: float,
+        patience_s: float = http.IDLE_TIMEOUT_S,
         pace: http.Take | None = None,
     ) -> None:
-        """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified."""
+        """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
+
+        Raises ``AgentUnreachable`` if nothing comes for ``patience_s``.
+        """
         path = f"{shard_path(shard)}/fragments/{index}"
         http.pull(
             self.address,
@@ -104,6 +108,7 @@ class AgentClient:
             offset=offset,
             token=self.token,
             timeout_s=timeout_s,
+            patience_s=patience_s,
             pace=pace,
         )
 

@@ -25,7 +25,9 @@ from ecckpt.generation import Generation, ShardId
 
 FORMAT_VERSION = 1
 SUPERBLOCK_BYTES = 4096
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # at most, when written
+_LEAST_BLOCK_BYTES = 64 << 10
+_BLOCKS = 8192
 HOME = -1
 
 _MAGIC = b"\x89ecckpt\n"
@@ -60,6 +62,17 @@ def fragment_bytes_for(shard_bytes: int, k: int) -> int:
     """
     least = -(-shard_bytes // k)
     return least + (_STRIDE_OFFSET_BYTES - least) % _STRIDE_BYTES
+
+
+def block_bytes_for(shard_bytes: int) -> int:
+    """Length of the blocks of a shard: a power of two, about 8192 of them in the shard.
+
+    A block is what proves bytes, so who wants a part of the shard reads up to one more at both of
+    its ends: they must be small beside the pieces of tensors that a rank has. Smaller ones cost
+    time to encode, and smaller ones of large shards large tables.
+    """
+    most = max(shard_bytes // _BLOCKS, 1)
+    return min(max(1 << (most.bit_length() - 1), _LEAST_BLOCK_BYTES), BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
 from ecckpt.errors import AgentUnreachable, CorruptFragment, EcckptError, TooFewFragments
 from ecckpt.ordering import ShardSources
+from ecckpt.transport.http import patience
 
 _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
-_PIECE_BLOCKS = 8
-_KEPT_BLOCKS = 64
+_PIECE_BYTES = 8 << 20
+_KEPT_BYTES = 64 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -113,9 +114,9 @@ class ShardReader:
 
         However much is read, no more than some pieces stay in memory.
         """
-        piece_bytes = _PIECE_BLOCKS * self._header.block_bytes
+        piece_bytes = max(_PIECE_BYTES, self._header.block_bytes)
         for at in range(0, len(target), piece_bytes):
-            if self._good.sum() > _KEPT_BLOCKS:
+            if int(self._good.sum()) * self._header.block_bytes > _KEPT_BYTES:
                 self.release()
             begin, end = start + at, start + min(at + piece_bytes, len(target))
             self.require(np.array([begin]), np.array([end]))
@@ -171,8 +172,14 @@ class ShardReader:
     def _pull_rows(self, node: str, index: int, rows: slice) -> int:
         header, span = self._header, span_of(self._header, rows)
         view = self._views[index][span]
+        left_s = self._peers.left_s()
         self._peers.clients[node].pull_fragment(
-            header.shard, index, view, offset=span.start, timeout_s=self._peers.left_s()
+            header.shard,
+            index,
+            view,
+            offset=span.start,
+            timeout_s=left_s,
+            patience_s=patience(left_s),
         )
         bad = self._codec.verify({index: view}, self._table[:, rows], header.block_bytes)
         fine = np.ones(rows.stop - rows.start, dtype=bool)

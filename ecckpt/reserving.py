@@ -72,6 +72,15 @@ class Reserver:
                 raise self._error
             return slot
 
+    def settle(self) -> None:
+        """Wait until nothing is being reserved, and count on no slot: somebody else reserves next.
+
+        Raises ``AgentUnreachable`` as ``take`` does.
+        """
+        with self._news:
+            self._await()
+            self._slot = None
+
     def close(self) -> None:
         """End the thread, after the call it is in."""
         with self._news:

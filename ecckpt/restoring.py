@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from ecckpt.rendezvous import Meeting
 from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
 from ecckpt.slots import Slots
-from ecckpt.state import Shard, check, is_relaid, load, read_shard
+from ecckpt.state import Shard, check, is_relaid, read_shard
 from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
@@ -48,13 +48,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Brought:
-    """A shard that is here, proven, and what that cost."""
+    """A shard that is here, proven, and what that cost; ``load`` restores it, once checked."""
 
     shard: Shard
     source: str
     pulled_bytes: int = 0
     rebuilt_fragments: int = 0
     reseeded: tuple[str, ...] = ()
+    load: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,9 @@ class Restorer:
                 agreed = self._verdict(attempt, shard.generation, outcome, wanted)
             if agreed:
                 assert brought is not None
+                assert brought.load is not None
                 with self._tracer.span("load", shard):
-                    load(state, brought.shard)
+                    brought.load()
                 return order, self._restored(order, brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
@@ -220,7 +222,7 @@ class Restorer:
             with self._tracer.span("bring", order.header.shard):
                 brought = self._bring_shard(order, state)
             with self._tracer.span("check", order.header.shard):
-                check(state, brought.shard)
+                brought = replace(brought, load=check(state, brought.shard))
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")

@@ -36,7 +36,7 @@ from ecckpt.state import Claim
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_COMMIT_TIMEOUT_S = 2.0
+COMMIT_TIMEOUT_S = 2.0
 
 
 class SaveHandle:
@@ -173,10 +173,14 @@ class Watcher:
         """Do something off the caller's path, after the saves that are queued."""
         self._work.put(act)
 
-    def close(self) -> None:
-        """End the thread after the work it has."""
+    def close(self, timeout_s: float) -> bool:
+        """End the thread after the work it has; False if that takes longer.
+
+        All of that work has deadlines, but for the store's, which waits for a host that hangs.
+        """
         self._work.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (act := self._work.get()) is not None:
@@ -261,6 +265,6 @@ class Watcher:
 def tell_committed(peer: AgentClient, shard: ShardId) -> None:
     """Tell an agent, without much patience: one that misses it learns it from the next commit."""
     try:
-        replace(peer, timeout_s=_COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
+        replace(peer, timeout_s=COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
     except (EcckptError, OSError) as error:
         _log.warning("could not tell %s that %s is committed: %s", peer.address, shard, error)

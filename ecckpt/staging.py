@@ -15,7 +15,7 @@ from ecckpt.agents import find_or_start
 from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
 from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
-from ecckpt.fragment import Header, fragment_bytes_for
+from ecckpt.fragment import Header, block_bytes_for, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
 from ecckpt.saving import tell_committed
 from ecckpt.slots import Slots
@@ -55,6 +55,7 @@ class Ticket:
             self.header,
             shard_bytes=plan.shard_bytes,
             fragment_bytes=fragment_bytes_for(plan.shard_bytes, self.header.k),
+            block_bytes=block_bytes_for(plan.shard_bytes),
             created_unix_s=int(time.time()),
         )
         slot = self.agent.reserve(

@@ -28,6 +28,7 @@ from ecckpt.agents import await_agent, local_client, start
 from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
 from ecckpt.errors import InvalidConfig
+from ecckpt.native import AUTO
 
 _TMPFS = Path("/dev/shm")  # noqa: S108  (that it is shared memory is the point)
 
@@ -41,6 +42,7 @@ class LocalCluster:
         folder: where the nodes' folders are made (default: a new one in /dev/shm). Folders that
             are there already are adopted, as agents do after a kill.
         disk: a folder for the nodes' disks (default: they have none). It is yours to remove.
+        engine: of the agents' codec.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LocalCluster:
         domains: Sequence[str] = (),
         folder: Path | None = None,
         disk: Path | None = None,
+        engine: str = AUTO,
     ) -> None:
         if nodes < 1 or (domains and len(domains) != nodes):
             raise InvalidConfig(f"{nodes} nodes and {len(domains)} domains")
@@ -57,7 +60,7 @@ class LocalCluster:
         self._domains = dict(zip(self.nodes, domains or self.nodes, strict=True))
         self._given = folder
         self._folder = folder
-        self._disk = disk
+        self._disk, self._engine = disk, engine
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._replaced = 0
 
@@ -170,7 +173,13 @@ class LocalCluster:
         nodes = list(nodes)
         for node in nodes:
             config = NodeConfig(
-                self.root(node), node, self._domains[node], listen, None, disk=self._disk
+                self.root(node),
+                node,
+                self._domains[node],
+                listen,
+                None,
+                self._engine,
+                self._disk,
             )
             self._processes[node] = start(config)
         for node in nodes:

@@ -210,10 +210,12 @@ class Probe:
 class Presence:
     """What a node has of the shards it was asked about, in their order: indices (-1: home copy).
 
-    ``coming`` are fragments that it is about to pull, or pulling.
+    ``coming`` are fragments that it is about to pull, or pulling; ``committed`` is the newest
+    generation that it was told of.
     """
 
     node: str
+    committed: Generation | None
     held: tuple[tuple[int, ...], ...]
     coming: tuple[tuple[int, ...], ...]
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ecckpt.blocks import covering
+from ecckpt.fragment import block_bytes_for
 from ecckpt.state import Place, SavedShard, check, load, plan_shard, reshape
 
 
@@ -21,7 +22,9 @@ class PartReader:
     is_near = False
 
     def __init__(self, shard):
-        self._header = header(k=8, m=2, shard_bytes=len(shard))
+        self._header = header(
+            k=8, m=2, shard_bytes=len(shard), block_bytes=block_bytes_for(len(shard))
+        )
         self._blocks = np.zeros((8, self._header.rows), bool)
         self._shard = np.frombuffer(shard, np.uint8)
         self._data = np.zeros(len(shard), np.uint8)

@@ -40,6 +40,7 @@ class Group:
         self.has = {f"h{at}": {at} for at in range(5)} | {f"s{at}": set() for at in range(spares)}
         self.coming = {}
         self.names = {}
+        self.committed = NEW
         self.asked = []
         self.hands.ask(guard(spares, memory_bytes=memory_bytes))
         self.hands.took(act.Seal)
@@ -70,6 +71,7 @@ class Group:
             return
         seen = wire.Presence(
             self.names.get(name, name),
+            self.committed,
             tuple(tuple(self.has[name]) for _ in ask.message.shards),
             tuple(tuple(self.coming.get(name, ())) for _ in ask.message.shards),
         )
@@ -328,6 +330,27 @@ def test_nothing_of_an_older_generation_is_repaired_after_a_commit():
     assert (group.now.generation, group.now.margin, group.posts()) == (newer, 3, {})
 
 
+def test_a_home_that_has_not_heard_of_a_commit_takes_nothing_for_missing():
+    group = Group()
+    group.round()
+    newer = generation(1, 11)
+    group.has, group.committed = {name: set() for name in group.has}, newer  # they have heard
+    group.round(2)
+    assert (group.now.margin, group.posts()) == (None, {})
+    group.hands.ask(commit(newer))
+    group.round(2)
+    assert group.posts() == {}
+    assert group.now is None  # nothing of the newer generation is here
+
+
+def test_nothing_that_a_newer_commit_has_let_go_is_held_for_a_repair():
+    hands = Hands()
+    hands.ask(commit(NEW))
+    hands.ask(hold(2, repair=True, gen=generation(1, 9)))
+    assert hands.end(act.Post).message.problem == f"{NEW} is committed"
+    assert not hands.todo
+
+
 def test_parity_is_not_made_again_where_saves_need_the_memory():
     need = steady_bytes(header(), local_ranks=1, holders=5)
     group = Group(memory_bytes=need + parity_region_bytes(header()) - 1)
@@ -437,6 +460,8 @@ def test_an_address_that_is_now_another_members_counts_as_lost():
 def test_more_holders_than_members_are_refused():
     with pytest.raises(InvalidMessage, match="6 holders of 5 members"):
         Hands().tell(guard(holders=6))
+    with pytest.raises(InvalidMessage, match="5 holders of 513 members"):
+        Hands().tell(guard(spares=508))
 
 
 def test_a_single_node_has_nothing_to_watch():
@@ -450,9 +475,10 @@ def test_presence_is_what_is_complete_and_what_is_coming():
     hands = Hands()
     hands.ask(hold(2))
     probe = wire.Probe("test", (SHARD, header(gen=NEW, rank=1).shard))
-    assert hands.core.presence(probe) == wire.Presence("n1", ((), ()), ((2,), ()))
+    assert hands.core.presence(probe) == wire.Presence("n1", None, ((), ()), ((2,), ()))
     hands.end(act.Allocate)
     hands.end(act.Pull, 0)
-    assert hands.core.presence(probe) == wire.Presence("n1", ((2,), ()), ((), ()))
-    assert Group().hands.core.presence(probe).held[0] == (HOME,)
+    assert hands.core.presence(probe) == wire.Presence("n1", None, ((2,), ()), ((), ()))
+    here = Group().hands.core.presence(probe)
+    assert (here.committed, here.held) == (NEW, ((HOME,), ()))
     assert Hands().core.presence(probe).held == ((), ())

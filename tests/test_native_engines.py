@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "codec.json").read_text())
-COMMON = ["coding", "copying", "crc_joining", "dispatch", "sharing", "kernels_scalar"]
+COMMON = ["checksums", "coding", "copying", "crc_joining", "dispatch", "sharing", "kernels_scalar"]
 X86 = {
     "kernels_avx2": ["-mavx2", "-msse4.2"],
     "kernels_gfni": [

@@ -293,3 +293,14 @@ def test_a_stray_fragment_goes_to_the_domain_with_the_least_of_the_shard():
         nodes={node: domain for node, domain in domains.items() if node not in lost},
     )
     assert plan == {2: "n3", 1: "n5"}  # b has two pieces, a the home copy; the first of c and d
+
+
+@pytest.mark.parametrize("count", [6, 8, 11, 13, 24])
+def test_a_ring_begins_with_the_holders_and_has_the_whole_group(count):
+    nodes = [Node(f"n{at}", f"d{at % 4}") for at in range(count)]
+    placement = plan_placement(nodes, parse_code((3, 2), count))
+    for group in placement.groups:
+        for node in group:
+            ring = [each.id for each in placement.ring(node.id)]
+            assert tuple(ring[:5]) == placement.holders[node.id]
+            assert {*ring, node.id} == {each.id for each in group}

@@ -14,14 +14,15 @@ from worlds import World
 from ecckpt.blocks import covering
 from ecckpt.client import shard_path
 from ecckpt.errors import CorruptFragment, TooFewFragments
-from ecckpt.fragment import BLOCK_BYTES, SUPERBLOCK_BYTES
+from ecckpt.fragment import SUPERBLOCK_BYTES, block_bytes_for
 from ecckpt.ordering import ShardSources
 from ecckpt.reading import Peers, ShardReader
 from ecckpt.recovery import ShardReport, plan_recovery
 from ecckpt.testing import LocalCluster
 from ecckpt.transport.http import request
 
-SHARD_BYTES = 10_000_000  # 4 rows of 3 blocks, the last ones short
+SHARD_BYTES = 10_000_000  # 51 rows of 3 blocks, the last ones short
+BLOCK_BYTES = block_bytes_for(SHARD_BYTES)
 
 
 @pytest.fixture(scope="module")

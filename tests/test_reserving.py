@@ -111,6 +111,15 @@ def test_a_slot_that_will_not_do_is_not_taken(agent, other):
         assert len(agent.asked) == 2
 
 
+def test_who_reserves_elsewhere_waits_until_nothing_is_reserved_here(agent):
+    with reserver(agent, may_answer=False) as made:
+        made.ahead(wish())
+        threading.Timer(0.2, agent.may_answer.set).start()
+        made.settle()
+        assert made._wish is None
+        assert made.take(wish()).region == "region2"  # the first is not counted on any more
+
+
 def test_a_smaller_shard_takes_a_larger_slot(agent):
     with reserver(agent) as made:
         made.ahead(wish(100_000))

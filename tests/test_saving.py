@@ -97,7 +97,7 @@ class World:
 
     def __exit__(self, *error):
         for watcher in self.watchers.values():
-            watcher.close()
+            assert watcher.close(30)
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_a_single_process_commits_by_itself():
     agent.move("protected")
     assert outcome(handle) is None
     assert agent.committed == {GEN}
-    watcher.close()
+    assert watcher.close(30)
 
 
 # -- ranks and agents that die --------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_work_that_raises_does_not_end_the_watcher():
     watcher.call(lambda: 1 / 0)
     watcher.call(done.set)
     assert done.wait(10)
-    watcher.close()
+    assert watcher.close(30)
 
 
 def test_closing_a_watcher_finishes_what_is_queued():
@@ -327,5 +327,5 @@ def test_closing_a_watcher_finishes_what_is_queued():
     watcher = Watcher(Alone(), Agent(), [])
     for at in range(5):
         watcher.call(lambda at=at: done.append(at))
-    watcher.close()
+    assert watcher.close(30)
     assert done == [0, 1, 2, 3, 4]

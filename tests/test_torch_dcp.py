@@ -284,9 +284,10 @@ def test_saves_in_the_background_queue_and_see_no_later_change(alone):
         )
     tensor.fill_(-1)
     counts[0] = -1
+    save(alone, 6, {"x": tensor, "n": [counts]})  # waits for the one before, by itself
     for future in futures:
-        future.result(timeout=20)
-    save(alone, 6, {"x": tensor, "n": [counts]})
+        assert future.done()
+        future.result()
     futures = [dcp.async_save({"x": tensor * 7, "n": [[7]]}, storage_writer=Writer(alone, 7))]
     futures[0].result(timeout=20)
     blank = {"x": torch.zeros(100_000), "n": None}

@@ -120,6 +120,7 @@ class Core:
         ledger = self.ledgers.look(message.run)
         return wire.Presence(
             node=self._node,
+            committed=ledger.committed,
             held=tuple(tuple(ledger.held(shard)) for shard in message.shards),
             coming=tuple(tuple(self._holder.coming(shard)) for shard in message.shards),
         )

@@ -27,6 +27,7 @@ from ecckpt.generation import Generation, ShardId
 from ecckpt.placement import plan_repair
 from ecckpt.recovery import margin_of
 
+_MEMBERS_LIMIT = 2 * 256  # a group has fewer than 2 (n + 1) nodes, and is noted
 _RETRY_S = 4.0  # after a repair that did not get everything done; twice as long each time
 _RETRY_LIMIT_S = 64.0
 
@@ -74,7 +75,7 @@ class Guardian:
 
     def start(self, message: wire.Guard, now_s: float) -> list[Action]:
         """Watch a run's home copies from now on."""
-        if not 0 <= message.holders <= len(message.members):
+        if not 0 <= message.holders <= len(message.members) <= _MEMBERS_LIMIT:
             raise InvalidMessage(f"{message.holders} holders of {len(message.members)} members")
         ledger = self._ledgers.of(message.run)
         newer = ledger.admit(message.writer)
@@ -168,7 +169,8 @@ class Guardian:
     def _align(self, vigil: Vigil, ledger: Ledger, now_s: float) -> tuple[ShardId, ...]:
         assert ledger.guard is not None
         pieces = {entry.header.shard: entry.header.n for entry in ledger.guarded()}
-        vigil.align(ledger.guard, pieces, now_s)
+        told = [each for each in (ledger.committed, ledger.restored) if each is not None]
+        vigil.align(ledger.guard, pieces, max(told, default=None), now_s)
         shards = tuple(pieces)
         gone = [shard for shard in self._trials if shard.run == vigil.run and shard not in shards]
         for shard in gone:

@@ -93,6 +93,9 @@ class Holder:
         present = self._ledgers.look(run).find(header.shard, header.index)
         if present is not None and present.header.same_shard(header):
             return actions + self._end(taking, "")
+        ledger = self._ledgers.look(run)
+        if message.repair and ledger.is_outdated(header.shard.generation, ledger.committed):
+            return actions + self._end(taking, f"{ledger.committed} is committed")
         what = f"fragment {header.index} of {header.shard}"
         size_bytes, budget_bytes = header.file_bytes, message.memory_bytes
         allocate = Allocate(run, size_bytes, budget_bytes, what, taking, again=message.repair)

@@ -137,7 +137,8 @@ class Ledger:
     def held(self, shard: ShardId) -> list[int]:
         """Indices of what is complete here of a shard, in memory or on disk (-1: home copy)."""
         found = {entry.header.index for entry in self._sealed() if entry.header.shard == shard}
-        return sorted(found | {index for each, index in self.files if each == shard})
+        on_disk = self.files.keys() - self.damaged.keys()
+        return sorted(found | {index for each, index in on_disk if each == shard})
 
     def inventory(self, node: str) -> Inventory:
         """Everything sealed, as recovery sees it."""

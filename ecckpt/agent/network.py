@@ -22,6 +22,7 @@ from ecckpt.blocks import span_of
 from ecckpt.client import peer_client
 from ecckpt.errors import EcckptError, TooFewFragments
 from ecckpt.tracing import Tracer
+from ecckpt.transport.http import patience
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
@@ -75,7 +76,7 @@ class Network:
         assert region is not None
         deadline_s = time.monotonic() + message.timeout_s
         header = message.header
-        table = self._table(message)
+        table = self._table(message, deadline_s)
         views = data_views(header, region) + parity_views(header, fetching.parity)
         gathering = Gathering.of(message)
 
@@ -92,12 +93,15 @@ class Network:
             rebuilt = rebuild(gathering, views, table)
         return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
 
-    def _table(self, message: wire.Fetch) -> np.ndarray:
+    def _table(self, message: wire.Fetch, deadline_s: float) -> np.ndarray:
         problems: list[str] = []
         addresses = dict.fromkeys(a for sources in message.sources for a in sources.addresses)
         for address in addresses:
+            # One that hangs may not use up the time in which another could answer.
+            timeout_s = patience(max(0.001, deadline_s - time.monotonic()))
             try:
-                return peer_client(address, self._token).table(message.header)
+                client = peer_client(address, self._token, timeout_s=timeout_s)
+                return client.table(message.header)
             except (EcckptError, OSError) as error:
                 problems.append(str(error))
         raise TooFewFragments(
@@ -122,7 +126,12 @@ class Network:
                 timeout_s = max(0.001, deadline_s - time.monotonic())
                 with self._tracer.span("pull back", header.shard, index):
                     client.pull_fragment(
-                        header.shard, index, view[span], offset=span.start, timeout_s=timeout_s
+                        header.shard,
+                        index,
+                        view[span],
+                        offset=span.start,
+                        timeout_s=timeout_s,
+                        patience_s=patience(timeout_s),
                     )
                 gathering.pulled_bytes += span.stop - span.start
                 gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))

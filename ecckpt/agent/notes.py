@@ -48,5 +48,5 @@ def unpack_notes(raw: bytes, where: str) -> Notes:
             tuple(Generation.parse(each) for each in fields.get("stored", ())),
             wire.unpack(wire.Guard, fields["guard"]) if fields.get("guard") else None,
         )
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InvalidMessage(f"{where}: no run state: {error}") from error

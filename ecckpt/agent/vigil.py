@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ecckpt import wire
 from ecckpt.fragment import HOME
-from ecckpt.generation import ShardId
+from ecckpt.generation import Generation, ShardId
 
 ROUND_S = 2.0
 MISSES = 3
@@ -25,8 +25,8 @@ _LOST_ROUND_S = 5.0  # for those that are lost: each may cost a thread its patie
 class Sight:
     """A node that may hold fragments: what it ``held`` when it was last asked, at ``asked_s``.
 
-    ``coming`` is what it was about to hold. ``misses`` is how often in a row it has not answered
-    since, the next time to ask is ``ask_at_s``.
+    ``coming`` is what it was about to hold, ``committed`` what it was told of. ``misses`` is how
+    often in a row it has not answered since, the next time to ask is ``ask_at_s``.
     """
 
     node: str
@@ -36,6 +36,7 @@ class Sight:
     misses: int = 0
     ask_at_s: float = 0.0
     asked_s: float = -math.inf
+    committed: Generation | None = None
     held: Mapping[ShardId, Collection[int]] = field(default_factory=dict)
     coming: Mapping[ShardId, Collection[int]] = field(default_factory=dict)
 
@@ -66,14 +67,25 @@ class Vigil:
         self.sights: list[Sight] = []
         self._home = home
         self._guard: wire.Guard | None = None
+        self._newest: Generation | None = None
         self._indices: Mapping[ShardId, int] = {}
         self._since_s: dict[ShardId, float] = {}  # from when on answers count
 
-    def align(self, guard: wire.Guard, indices: Mapping[ShardId, int], now_s: float) -> None:
-        """Watch these nodes from now on, for these shards of so many fragments each."""
+    def align(
+        self,
+        guard: wire.Guard,
+        indices: Mapping[ShardId, int],
+        newest: Generation | None,
+        now_s: float,
+    ) -> None:
+        """Watch these nodes from now on, for these shards of so many fragments each.
+
+        ``newest`` is the newest generation that the home was told of.
+        """
         if self._guard is None or self._guard.members != guard.members:
             self.sights = [Sight(each.node, each.domain, each.address) for each in guard.members]
         self._guard = guard
+        self._newest = newest
         self._indices = indices
         self._since_s = {shard: self._since_s.get(shard, now_s) for shard in indices}
 
@@ -100,7 +112,7 @@ class Vigil:
         if seen.node != sight.node:
             back = f"node {seen.node} is where node {sight.node} was, at {sight.address}"
         sight.node, sight.asking, sight.misses, sight.asked_s = seen.node, False, 0, at_s
-        sight.ask_at_s = 0.0
+        sight.ask_at_s, sight.committed = 0.0, seen.committed
         sight.held = dict(zip(probe.shards, seen.held, strict=True))
         sight.coming = dict(zip(probe.shards, seen.coming, strict=True))
         return back
@@ -118,9 +130,10 @@ class Vigil:
     def known(self, shard: ShardId, since_s: float) -> bool:
         """Whether all that matters for a shard was asked at that time or later.
 
-        Where the holders have it whole, they are all that matters.
+        Where the holders have it whole, they are all that matters. Nothing is known of a home that
+        has not been told of a commit yet: the others may have let go what came before.
         """
-        if shard not in self._since_s:
+        if shard not in self._since_s or self._behind():
             return False
         since_s = max(since_s, self._since_s[shard])
         asked = self.holders if self._whole(shard) else self.sights
@@ -146,6 +159,10 @@ class Vigil:
     def lost(self) -> list[str]:
         """Nodes that count as lost."""
         return [sight.node for sight in self.sights if sight.lost]
+
+    def _behind(self) -> bool:
+        told = [sight.committed for sight in self.sights if sight.committed and not sight.lost]
+        return any(self._newest is None or each > self._newest for each in told)
 
     def _whole(self, shard: ShardId) -> bool:
         """Whether the holders have all of it, without the others."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ecckpt.collector import collector_paused
 from ecckpt.errors import UnsupportedState
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.modules import fit_module
@@ -32,24 +33,27 @@ from ecckpt.state.values import kind_name
 Put = Callable[[Any], object]
 
 
-def check(state: dict[Any, Any], shard: Shard) -> None:
-    """Raise ``StateMismatch``, listing every path of ``state`` that ``shard`` does not fit.
+def check(state: dict[Any, Any], shard: Shard) -> Callable[[], None]:
+    """See whether ``shard`` fits ``state``; returns what restores it, to be called once.
 
-    Changes nothing.
+    Changes nothing, and neither may change before that call. Raises ``StateMismatch``, listing
+    every path that does not fit.
     """
-    _fit(state, shard).require()
+    with collector_paused():
+        fit = _fit(state, shard)
+    fit.require()
+    return fit.run
 
 
 def load(state: dict[Any, Any], shard: Shard) -> None:
     """Restore ``shard`` into ``state``, in place.
 
     Tensors are filled, containers of values and arrays get new contents, objects are given their
-    state;
-    whatever could refuse is checked before the first change (``StateMismatch``). Nothing restored
-    refers to the shard's buffer. An object whose own ``load_state_dict`` raises leaves the state
-    half restored, and its error is passed on.
+    state; whatever could refuse is checked before the first change (``StateMismatch``). Nothing
+    restored refers to the shard's buffer. An object whose own ``load_state_dict`` raises leaves the
+    state half restored, and its error is passed on.
     """
-    _fit(state, shard).run()
+    check(state, shard)()
 
 
 def survey(state: dict[Any, Any], shard: Shard) -> dict[str, torch.Tensor]:

@@ -21,7 +21,15 @@ from ecckpt.state.values import DEPTH_MAX, PLAIN
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}[A-Za-z\u03bc]{1,8}\])?")
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{1,31}")
 # Everything that the parsers below are known to raise for bytes nobody wrote.
-MALFORMED = (ValueError, TypeError, OverflowError, LookupError, RuntimeError, MemoryError)
+MALFORMED = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    LookupError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+)
 
 
 def decode(data: bytes, leaf: Callable[[int], Any]) -> Any:

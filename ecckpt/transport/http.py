@@ -16,7 +16,7 @@ from typing import Any
 
 from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused
 
-_IDLE_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 10.0
 _READ_BYTES = 8 << 20
 _PACED_READ_BYTES = 256 << 10  # smooth, not in bursts
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9.:%_-]+\]|[0-9A-Fa-f:.]+):([0-9]{1,5})")
@@ -59,7 +59,7 @@ class _TcpConnection(http.client.HTTPConnection):
         self.sock.settimeout(self.timeout)
         # A host that vanished never resets: unacknowledged bytes end the connection instead.
         self.sock.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _IDLE_TIMEOUT_S)
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE_TIMEOUT_S)
         )
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -87,7 +87,7 @@ class Exchange:
         self.deadline_s = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._token = token
-        self._connection = _connection(address, min(timeout_s, _IDLE_TIMEOUT_S))
+        self._connection = _connection(address, min(timeout_s, IDLE_TIMEOUT_S))
         self._response: http.client.HTTPResponse | None = None
 
     def __enter__(self) -> Exchange:
@@ -113,16 +113,20 @@ class Exchange:
         *,
         body: bytes | None = None,
         span: tuple[int, int] | None = None,
+        patience_s: float = math.inf,
     ) -> http.client.HTTPResponse:
-        """Send the request; ``span`` is a byte range [start, stop)."""
+        """Send the request; ``span`` is a byte range [start, stop).
+
+        The answer must begin within ``patience_s`` and, once it has, never pause for longer.
+        """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         if span:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         self._connection.request(method, path, body=body, headers=headers)
         sock: Any = self._connection.sock  # the connection forgets it on "Connection: close"
-        sock.deadline_s = self.deadline_s
+        sock.deadline_s, sock.idle_s = self.deadline_s, patience_s
         self._response = self._connection.getresponse()
-        sock.idle_s = _IDLE_TIMEOUT_S
+        sock.idle_s = min(patience_s, IDLE_TIMEOUT_S)
         return self._response
 
     def read_into(
@@ -176,18 +180,22 @@ def pull(
     offset: int = 0,
     token: str = "",
     timeout_s: float,
+    patience_s: float = IDLE_TIMEOUT_S,
     pace: Take | None = None,
 ) -> None:
     """Fill ``target`` with the bytes of ``path`` from ``offset`` on, straight from the socket.
 
-    ``pace`` is told how much has come each time, and waits if that was too fast.
+    A peer that sends nothing for ``patience_s`` is given up before ``timeout_s`` is over, so that
+    another one can still be asked. ``pace`` is told how much has come each time, and waits if that
+    was too fast.
 
     ``target`` stays the caller's; on any error its content is undefined. Raises
     ``AgentUnreachable``, ``RequestRefused`` (not there, or another length) and
     ``CorruptFragment`` (the body ended early).
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
-        response = exchange.send("GET", path, span=(offset, offset + len(target)))
+        span = offset, offset + len(target)
+        response = exchange.send("GET", path, span=span, patience_s=patience_s)
         length = _length(response)
         if response.status not in (200, 206):
             raise RequestRefused(address, response.status, f"GET {path}: {response.reason}")
@@ -196,6 +204,11 @@ def pull(
                 address, response.status, f"GET {path}: {length} bytes for {len(target)} wanted"
             )
         exchange.read_into(response, target, pace)
+
+
+def patience(left_s: float) -> float:
+    """How long to bear with one peer where others can be asked, with that much time for all."""
+    return min(IDLE_TIMEOUT_S, left_s / 4)
 
 
 def _length(response: http.client.HTTPResponse) -> int:

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "checksums.h"
 #include "coding.h"
 #include "kernels.h"
 
@@ -124,6 +125,16 @@ void compare(const ecckpt::Engine &engine, const Case &one, const Result &expect
     must(done.output_sums == expected.output_sums, engine, one, "checksums of outputs");
 }
 
+Sums span_sums(const ecckpt::Engine &engine, const Case &one, std::uint32_t threads) {
+    std::vector<ecckpt::Span> spans;
+    for (const Bytes &input : one.inputs)
+        spans.push_back({reinterpret_cast<std::int64_t>(input.data()),
+                         static_cast<std::int64_t>(input.size())});
+    Sums sums(spans.size());
+    ecckpt::checksum_spans(engine, spans.data(), spans.size(), sums.data(), threads);
+    return sums;
+}
+
 // -- vectors --------------------------------------------------------------------------------------
 
 // All numbers are 32 bits, in the byte order of this machine.
@@ -222,6 +233,8 @@ std::size_t check_random(const ecckpt::Engine &engine, std::uint32_t seed, std::
         for (const Buffer &output : reference.outputs)
             expected.outputs.push_back(output.content());
         compare(engine, one, expected);
+        must(span_sums(engine, one, one.threads) == span_sums(ecckpt::scalar_engine, one, 1),
+             engine, one, "checksums of ranges");
     }
     return count;
 }

@@ -1,0 +1,72 @@
+"""All benches, one after another: ``python -m bench [--quick] [--record]``.
+
+Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with
+all that they measured is appended to ``bench/results.jsonl``, and the charts in ``docs/`` are drawn
+anew (bench/chart.py). For a machine with nothing else to do; it takes about ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from bench import chart, record
+
+RESULTS = Path(__file__).with_name("results.jsonl")
+
+# Name, module and arguments; for a quick look other arguments.
+RUNS = (
+    ("save", ("bench.save",), ("bench.save",)),
+    ("save, 20,000 tensors", ("bench.save", "--tensors", "20000"), ()),
+    ("state", ("bench.state",), ("bench.state", "--mib", "64", "--rounds", "3")),
+    ("state, 20,000 tensors", ("bench.state", "--tensors", "20000"), ()),
+    ("recovery", ("bench.recovery",), ("bench.recovery", "--rounds", "2", "--mib", "64")),
+    ("recovery, zfec", ("bench.recovery", "--engine", "zfec", "--rounds", "3"), ()),
+    ("training", ("bench.training",), ("bench.training", "--rounds", "3")),
+    ("growth", ("bench.growth",), ("bench.growth", "--quick", "--rounds", "2")),
+    ("planning", ("bench.planning",), ("bench.planning", "--nodes", "256")),
+)
+
+
+def run(command: tuple[str, ...]) -> dict[str, object]:
+    """Run a bench, pass on what it prints, return the JSON in its last line."""
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        last = line
+        if not line.startswith("{"):
+            print(line, end="", flush=True)
+    if process.wait():
+        raise SystemExit(f"{' '.join(command)} failed")
+    return dict(json.loads(last))
+
+
+def main() -> None:
+    """Run them, and record what they say if asked."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    parser.add_argument("--record", action="store_true", help="in bench/results.jsonl and docs/")
+    arguments = parser.parse_args()
+    found: dict[str, object] = {}
+    for name, whole, quick in RUNS:
+        command = quick if arguments.quick else whole
+        if command:
+            print(f"\n== {name}: python -m {' '.join(command)}", flush=True)
+            found[name] = run(command)
+    if arguments.record:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        row = {"date": today, "machine": record.machine(), "torch": torch.__version__, **found}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        chart.draw(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The charts of docs/PERFORMANCE.md, from one recorded run: horizontal bars, one figure each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+OURS, LIMIT, OTHERS = "#1f5f99", "#b3b3b3", "#e0a458"
+WIDTH, LABEL, BAR, STEP, TOP = 760, 300, 16, 26, 52
+
+Bar = tuple[str, float, str]
+
+
+def chart(title: str, note: str, bars: Sequence[Bar], unit: str) -> str:
+    """An SVG of labelled bars; the longest takes all the room."""
+    longest = max(value for _, value, _ in bars)
+    room = WIDTH - LABEL - 90
+    height = TOP + STEP * len(bars) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="12" y="26" font-size="16">{escape(title)}</text>',
+    ]
+    for at, (name, value, color) in enumerate(bars):
+        y, wide = TOP + STEP * at, max(1.0, room * value / longest)
+        parts.append(
+            f'<text x="{LABEL - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>'
+            f'<rect x="{LABEL}" y="{y}" width="{wide:.1f}" height="{BAR}" fill="{color}"/>'
+            f'<text x="{LABEL + wide + 6:.1f}" y="{y + 12}">{value:.2f}{unit}</text>'
+        )
+    parts.append(
+        f'<text x="12" y="{height - 10}" font-size="11" fill="#444">{escape(note)}</text></svg>\n'
+    )
+    return "\n".join(parts)
+
+
+def colored(ratios: Mapping[str, float]) -> list[Bar]:
+    """Bars, shortest first: ours, the unit, everybody else's."""
+    found = []
+    for name, value in sorted(ratios.items(), key=lambda item: item[1]):
+        color = LIMIT if name == "memcpy" else OURS if name.startswith("ecckpt") else OTHERS
+        found.append((name, value, color))
+    return found
+
+
+def draw(row: Mapping[str, Any]) -> None:
+    """Write the charts for a recorded run, as far as it has their figures."""
+    note = f"{row['date']}, {row['machine']}, torch {row['torch']}"
+    if state := row.get("state"):
+        text = chart(
+            "256 MiB of CPU tensors, all in tmpfs: time in units of one memcpy",
+            note,
+            colored(state["x_memcpy"]),
+            "",
+        )
+        (DOCS / "performance-state.svg").write_text(text)
+    if recovery := row.get("recovery"):
+        names = ("protect", "pull fragments", "pull copies", "restore, process died")
+        names += ("restore, 3 nodes lost", "pull shard", "pull shard, fresh memory", "memcpy")
+        bars = [
+            (name, 1e3 * recovery[name], LIMIT if name.startswith(("pull", "memcpy")) else OURS)
+            for name in names
+            if name in recovery
+        ]
+        text = chart("256 MiB on 11 agents, RS(8, 2): milliseconds", note, bars, " ms")
+        (DOCS / "performance-recovery.svg").write_text(text)

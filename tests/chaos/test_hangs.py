@@ -1,0 +1,145 @@
+"""What hangs is waited for only so long: holders, and the store through which ranks meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from builders import generation
+from stored import store
+from worlds import states_for
+
+import ecckpt
+from ecckpt import agents, errors, joining, rendezvous, wire
+from ecckpt.agent import node
+from ecckpt.config import NodeConfig
+from ecckpt.fragment import HOME
+from ecckpt.generation import ShardId
+from ecckpt.testing import LocalCluster
+
+STORE = """
+import sys, time, datetime, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True,
+                      timeout=datetime.timedelta(seconds=60), wait_for_workers=False)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.killpg(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+
+
+def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
+    # It used up all of the time that the fetch had, and a shard that could be had was refused.
+    shard = bytes(range(256)) * 200
+    with LocalCluster(nodes=6) as cluster:
+        store(cluster, [shard])
+        address = {node: cluster.client(node).node().address for node in cluster.nodes}
+        held = {
+            header.index: node
+            for node in cluster.nodes
+            for header in cluster.client(node).inventory("test").headers
+            if header.index != HOME
+        }
+        sources = tuple(wire.Sources(index, (address[held[index]],)) for index in sorted(held))
+        (header,) = cluster.client("n5").inventory("test").headers[:1]
+        message = wire.Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 5.0)
+        with stopped(cluster.pid(held[0])):
+            fetched = cluster.client("n5").fetch(message)
+        with Path(fetched.slot.path).open("rb") as file:
+            file.seek(fetched.slot.payload_offset)
+            assert file.read(len(shard)) == shard
+        assert any(address[held[0]] in problem for problem in fetched.problems)
+
+
+def test_ranks_wait_for_a_session_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SESSION_TIMEOUT_S", 0.2)
+    with pytest.raises(errors.RankTimeout, match="session"):
+        rendezvous.meet(dist.HashStore(), rank=1, world_size=2)
+
+
+def test_ranks_wait_for_each_other_to_join_only_so_long(
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_JOIN_TIMEOUT_S", 0.5)
+    with pytest.raises(errors.RankTimeout, match=r"join.*\b1\b"):
+        ecckpt.Checkpointer(
+            "test", root=cluster1.root("n0"), store=dist.HashStore(), rank=0, world_size=2
+        )
+
+
+def test_a_new_agent_is_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_START_TIMEOUT_S", 0.3)
+    process = agents.start(NodeConfig(tmp_path, "n0", "n0", "127.0.0.1:0", None))
+    try:
+        with stopped(process.pid), pytest.raises(errors.AgentUnreachable, match=r"within 0\.3 s"):
+            agents.await_agent(agents.local_client(tmp_path), tmp_path / "log", process=process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_nobody_watches_for_longer_than_the_agent_lets_him(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "_WAIT_LIMIT_S", 0.2)
+    agent = node.Agent(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
+    shard = ShardId("test", generation(), 0)
+    assert agent.watch(wire.Watch(shard, "unknown", False, 1e6)).state == "unknown"
+
+
+@pytest.mark.long
+def test_a_store_that_hangs_keeps_nobody_for_ever(cluster1: LocalCluster) -> None:
+    # close() waited for it for as long as it hung.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert server.stdout.readline() == b"up\n"
+        meeting = dist.TCPStore(
+            "127.0.0.1", port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
+        )
+        (state,) = states_for(1, seed=1)
+        checkpointer = ecckpt.Checkpointer(
+            "test",
+            root=cluster1.root("n0"),
+            store=meeting,
+            rank=0,
+            world_size=1,
+            save_timeout_s=2.0,
+            restore_timeout_s=10.0,
+        )
+        checkpointer.restore(state)
+        assert checkpointer.save(1, state).wait(20)
+        with stopped(server.pid):
+            handle = checkpointer.save(2, state)
+            checkpointer.close()
+            assert isinstance(handle.error, errors.SaveTimedOut)
+        deadline_s = time.monotonic() + 20
+        while checkpointer._watcher._thread.is_alive() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        server.stdout.close()

@@ -1,0 +1,71 @@
+"""Fuzz one parser with atheris: ``python -m tests.fuzz.run TARGET [libFuzzer options]``.
+
+    python -m tests.fuzz.run message -max_total_time=300
+
+What reaches new code is kept in ``tests/fuzz/found/TARGET`` (not in the repository); a crash is
+written to ``crash-*`` there. ``python -m tests.fuzz.run TARGET -merge`` puts the least set of files
+that reaches as much into the corpus, which the tests replay.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import atheris
+from fuzz.targets import CORPUS, TARGETS, seeds
+
+from ecckpt.errors import EcckptError
+
+LIMITS = ["-max_len=20000", "-timeout=10", "-rss_limit_mb=2000", "-malloc_limit_mb=300"]
+
+
+def instrument() -> None:
+    """Make all parsers tell which branches they take, however they were installed."""
+    modules = [each for name, each in sys.modules.items() if name.split(".")[0] == "ecckpt"]
+    found = {id(each): each for module in modules for each in functions(module, module.__name__)}
+    for each in found.values():
+        atheris.instrument_func(each)
+
+
+def functions(holder: Any, module: str) -> Iterator[types.FunctionType]:
+    """The functions of a module and of its classes."""
+    for each in vars(holder).values():
+        inner = getattr(each, "__func__", None) or getattr(each, "fget", None) or each
+        if isinstance(inner, types.FunctionType) and inner.__module__ == module:
+            yield inner
+        elif isinstance(inner, type) and inner.__module__ == module:
+            yield from functions(inner, module)
+
+
+def main() -> None:
+    instrument()
+    name, *options = sys.argv[1:]
+    found = CORPUS.parent / "found" / name
+    found.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(seeds(name)):
+        (found / f"seed-{number}").write_bytes(seed)
+    target = TARGETS[name]
+
+    def act(data: bytes) -> None:
+        with suppress(EcckptError):
+            target(data)
+
+    folders = [str(found)]
+    if "-merge" in options:
+        kept = CORPUS / name
+        kept.mkdir(exist_ok=True)
+        options, folders = ["-merge=1", "-max_len=600"], [str(kept), str(found)]
+    prefix = f"-artifact_prefix={found}/"
+    atheris.Setup([sys.argv[0], *LIMITS, prefix, *options, *folders], act)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
