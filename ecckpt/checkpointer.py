@@ -513,7 +513,7 @@ class Checkpointer:
 
     def _begin(self, order: Order, restorer: Restorer) -> None:
         self._timeline = order.timeline
-        self._storer.begin(order.timeline, restorer.leader.stored, restorer.leader.roll_backs)
+        self._storer.begin(order.timeline, restorer.leader.on_disk, restorer.leader.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
         self._watcher.call(self._guard)

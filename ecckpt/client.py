@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -95,10 +96,12 @@ class AgentClient:
         timeout_s: float,
         patience_s: float = http.IDLE_TIMEOUT_S,
         pace: http.Take | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
 
-        Raises ``AgentUnreachable`` if nothing comes for ``patience_s``.
+        Raises ``AgentUnreachable`` if nothing comes for ``patience_s``, ``TooSlow`` once it is no
+        longer ``wanted``.
         """
         path = f"{shard_path(shard)}/fragments/{index}"
         http.pull(
@@ -110,6 +113,7 @@ class AgentClient:
             timeout_s=timeout_s,
             patience_s=patience_s,
             pace=pace,
+            wanted=wanted,
         )
 
     def trace(self, run: str) -> wire.Trace:

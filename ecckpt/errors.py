@@ -137,6 +137,14 @@ class AgentUnreachable(EcckptError, ConnectionError):
         self.address, self.reason = address, reason
 
 
+class TooSlow(EcckptError):
+    """A peer that lagged far behind others, where one of those could be asked instead."""
+
+    def __init__(self, address: str, *, done_bytes: int, size_bytes: int) -> None:
+        super().__init__(f"agent {address}: left behind after {done_bytes} of {size_bytes} bytes")
+        self.address, self.done_bytes, self.size_bytes = address, done_bytes, size_bytes
+
+
 class RequestRefused(EcckptError):
     """An agent understood a request and said no."""
 

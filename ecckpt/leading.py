@@ -19,7 +19,7 @@ from ecckpt.errors import EcckptError
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack, in_force
 from ecckpt.ordering import Ground, Order, Outcome, Wanted, judge, next_timeline, orders
-from ecckpt.recovery import Inventory, RecoveryPlan, on_disk, plan_recovery
+from ecckpt.recovery import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recovery
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +28,12 @@ class Leader:
     """Leads one restore; ``peers`` are the agents, with the patience that each may cost.
 
     On other ranks than 0 it is never asked. ``after``: the timeline that this session has had.
-    ``roll_backs`` and ``stored`` are what it learns for those that it tells, and for its disks.
+    ``roll_backs`` and ``on_disk`` are what it learns for those that it tells, and for its disks.
     """
 
     def __init__(self, cluster: Cluster, peers: Mapping[str, AgentClient], *, after: int) -> None:
         self.roll_backs: tuple[RollBack, ...] = ()
-        self.stored: tuple[Generation, ...] = ()
+        self.on_disk = OnDisk()
         self._cluster, self._peers = cluster, peers
         self._after = after
         self._timeline = 0
@@ -67,7 +67,7 @@ class Leader:
             refused=self._refused,
         )
         self.roll_backs = plan.roll_backs
-        self.stored = on_disk(self._cluster.run, inventories)
+        self.on_disk = on_disk(self._cluster.run, inventories)
         ground = Ground(
             self._timeline,
             self._cluster.homes,

@@ -169,12 +169,21 @@ def plan_recovery(
     )
 
 
-def on_disk(run: str, inventories: Iterable[Inventory]) -> tuple[Generation, ...]:
-    """Generations, oldest first, that a loss of power of all nodes would leave.
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Generations on disk, oldest first.
 
-    Those that some agent was told of, and those that are there although nobody was told: whoever
-    counted them may have died before.
+    ``told`` are those that some agent was told of; where nodes are away, not all of them may be
+    had now. ``seen`` are those that are there, told or not: whoever counted them may have died
+    before.
     """
+
+    told: tuple[Generation, ...] = ()
+    seen: tuple[Generation, ...] = ()
+
+
+def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
+    """What a loss of power of all nodes would leave, with as much of it as a save wants."""
     inventories = list(inventories)
     told = max(
         (inventory.stored for inventory in inventories if inventory.stored),
@@ -183,8 +192,16 @@ def on_disk(run: str, inventories: Iterable[Inventory]) -> tuple[Generation, ...
     )
     without_memory = [replace(inventory, headers=()) for inventory in inventories]
     found = plan_recovery(run, without_memory).generations
-    there = {report.generation for report in found if report.state != "lost"}
-    return tuple(sorted(there.union(told)))
+    seen = (report.generation for report in found if all(map(_is_stored, report.shards)))
+    return OnDisk(told, tuple(sorted(seen)))
+
+
+def _is_stored(shard: ShardReport) -> bool:
+    if shard.header is None:
+        return False
+    # With a single fragment, which is the shard, the home copy does as well.
+    have = len(shard.fragments) + (bool(shard.homes) and shard.header.n == 1)
+    return have >= shard.header.k
 
 
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:

@@ -62,12 +62,12 @@ class _Brought:
 class Restored:
     """What was restored.
 
-    ``source`` is "home" (this node's own memory) or "peers"; ``pulled_bytes`` came over the
-    network and ``rebuilt_fragments`` were computed. ``margin`` is how many more nodes could have
-    been lost. ``rejected`` maps newer generations to why they were passed over. ``reprotection``
-    is the handle of re-making the fragments that were lost, in the background. ``saved_by`` is how
-    many ranks had saved; if others restore, ``reseeded`` are the paths of the ``RngState`` that
-    were seeded anew.
+    ``source`` is "home" (this node's own memory) or "peers" (other nodes, and all disks);
+    ``pulled_bytes`` came from there and ``rebuilt_fragments`` were computed. ``margin`` is how many
+    more nodes could have been lost. ``rejected`` maps newer generations to why they were passed
+    over. ``reprotection`` is the handle of re-making the fragments that were lost, in the
+    background. ``saved_by`` is how many ranks had saved; if others restore, ``reseeded`` are the
+    paths of the ``RngState`` that were seeded anew.
     """
 
     step: int

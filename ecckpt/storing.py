@@ -19,6 +19,7 @@ from ecckpt.client import AgentClient
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack
+from ecckpt.recovery import OnDisk
 from ecckpt.retention import Keep, ranks_short
 
 _log = logging.getLogger(__name__)
@@ -96,20 +97,18 @@ class Storer:
         self._deadline_s: float | None = None
         self._none = False
         self._timeline = 0
-        self._stored: tuple[Generation, ...] = ()
+        self._on_disk = OnDisk()
         self._untold = False
         self._roll_backs: tuple[RollBack, ...] = ()
         self._given_up: list[Generation] = []
         self._thread: threading.Thread | None = None
 
-    def begin(
-        self, timeline: int, stored: tuple[Generation, ...], roll_backs: tuple[RollBack, ...]
-    ) -> None:
+    def begin(self, timeline: int, there: OnDisk, roll_backs: tuple[RollBack, ...]) -> None:
         """A timeline begins: what is on disk from before, and what was left on purpose."""
         with self._changed:
-            self._timeline, self._stored, self._roll_backs = timeline, stored, roll_backs
+            self._timeline, self._on_disk, self._roll_backs = timeline, there, roll_backs
             # Agents may not know of all that is there, and protect what they know of.
-            self._untold = bool(stored)
+            self._untold = bool(there.told or there.seen)
             self._due, self._count = None, 0
             self._given_up.clear()
             self._changed.notify_all()
@@ -253,14 +252,21 @@ class Storer:
 
     def _retain(self, generation: Generation) -> None:
         with self._changed:
-            stored = self._disks.keep.of((*self._stored, generation), self._roll_backs)
-            self._stored = stored
+            # Twice: what cannot be had now takes no place of what can, and is not dropped for that.
+            self._on_disk = OnDisk(
+                self._kept((*self._on_disk.told, generation)),
+                self._kept((*self._on_disk.seen, generation)),
+            )
             self._given_up.clear()  # older than what is stored now: they go with it
         self._tell()
 
+    def _kept(self, stored: tuple[Generation, ...]) -> tuple[Generation, ...]:
+        return self._disks.keep.of(stored, self._roll_backs)
+
     def _tell(self) -> None:
         with self._changed:
-            message = wire.Retain(self._run, self._timeline, self._stored)
+            stored = sorted({*self._on_disk.told, *self._on_disk.seen})
+            message = wire.Retain(self._run, self._timeline, tuple(stored))
             self._untold = False
         for node, peer in self._peers.items():
             try:

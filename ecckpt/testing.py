@@ -111,11 +111,14 @@ class LocalCluster:
 
         All of them, or those named. Their ports are kept, as a host keeps its address.
         """
-        for node in nodes or tuple(self._processes):
+        nodes = nodes or tuple(self._processes)
+        ports = {node: (self.root(node) / "port").read_text() for node in nodes}
+        for node in nodes:
             self._end(node)
-            port = (self.root(node) / "port").read_text()
-            shutil.rmtree(self.root(node))
-            self.root(node).mkdir(mode=0o700)
+        for node, port in ports.items():
+            # A trainer that lives on may be starting an agent here.
+            shutil.rmtree(self.root(node), ignore_errors=True)
+            self.root(node).mkdir(mode=0o700, exist_ok=True)
             (self.root(node) / "port").write_text(port)
 
     def restart(self, *nodes: str) -> None:

@@ -46,3 +46,13 @@ def small_ext4(folder: Path, mib: int = 16) -> Iterator[Path]:
         yield mounted
     finally:
         subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+
+
+@contextmanager
+def frozen(mounted: Path) -> Iterator[None]:
+    """Whoever writes to the file system waits until the end of the block."""
+    _try("fsfreeze", "--freeze", str(mounted))
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(mounted)], check=True)

@@ -11,6 +11,7 @@ from builders import generation, header
 from test_shelf import NEW, OLD, again, commit, content, fence, held, keep, ledger, stage
 
 from ecckpt import wire
+from ecckpt.agent import disk as agent_disk
 from ecckpt.agent import node as agent_node
 from ecckpt.agent.actions import Write
 from ecckpt.agent.node import Agent
@@ -152,6 +153,23 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(agent, monkeypatch):
     settle(agent)
     assert on_disk(agent) == []  # what was half copied is nobody's
     assert list(agent._disk.tier.folder.iterdir()) == []
+
+
+def test_a_large_file_on_its_way_is_seen_to_move(agent, monkeypatch):
+    entry = keep(agent, shard_bytes=300_000)
+    monkeypatch.setattr(agent_disk, "_PIECE_BYTES", 100_000)
+    seen = []
+    real = os.write
+
+    def look(descriptor, data):
+        seen.append(agent.store(wire.Store("test", NEW, 1 << 40, ())).waiting_bytes)
+        return real(descriptor, data)
+
+    monkeypatch.setattr(disk_tier.os, "write", look)
+    store(agent)
+    whole = entry.header.file_bytes
+    assert seen[:5] == [whole, whole, whole - 100_000, whole - 200_000, whole - 300_000]
+    assert store(agent).waiting_bytes == 0
 
 
 def test_damaged_files_are_named_left_and_not_held(agent, tmp_path):

@@ -17,6 +17,7 @@ EXAMPLES = [
     errors.VersionMismatch("here", found=2, known=1),
     errors.TooFewFragments("shard", have=2, need=3, reasons=["one", "two"]),
     errors.AgentUnreachable("10.0.0.1:1", "silent", hint="look there"),
+    errors.TooSlow("10.0.0.1:1", done_bytes=10, size_bytes=100),
     errors.RequestRefused("10.0.0.1:1", 503, "busy"),
     errors.Fenced(timeline=1, current=2),
     errors.NotHeld("nothing"),

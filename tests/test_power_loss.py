@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from media import small_tmpfs
+from media import frozen, small_ext4, small_tmpfs
 from worlds import World, same_state, states_for
 
+from ecckpt import agents
 from ecckpt.cli import main
 from ecckpt.errors import AgentUnreachable, NothingToRestore
 from ecckpt.generation import Generation
@@ -128,6 +129,7 @@ def test_one_node_keeps_its_run_through_a_loss_of_power(
         assert newest.read_bytes() == raw
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_its_own_redundancy_and_is_reported(tmp_path: Path) -> None:
     """One of six disks is too small; another cannot be written at all."""
     disks = tmp_path / "disks"
@@ -154,6 +156,34 @@ def test_a_full_disk_costs_its_own_redundancy_and_is_reported(tmp_path: Path) ->
         assert restored_step(cluster) == (2, "peers")
 
 
+@pytest.mark.long
+def test_a_frozen_disk_keeps_no_save_waiting_and_catches_up(tmp_path: Path) -> None:
+    with (
+        small_ext4(tmp_path, mib=64) as mounted,
+        LocalCluster(nodes=1, disk=mounted) as cluster,
+        World(cluster) as world,
+    ):
+        world.restore(states_for(1, seed=0))
+        (first,) = save_all(world, 1)
+        with frozen(mounted):
+            for step in range(2, 6):
+                (handle,) = world.save(step, states_for(1, seed=step))
+                assert handle.wait(10)
+                status = cluster.client("n0").status()
+            assert status["runs"]["test"]["disk_waiting_bytes"] > 0
+            assert world.checkpointers[0].stored() == first
+        await_true(lambda: world.checkpointers[0].stored() == handle.generation)
+        world.close()
+        cluster.cut_power()
+        cluster.start()
+        states = states_for(1, seed=0)
+        with World(cluster) as later:
+            assert later.restore(states)[0].step == 5
+        assert same_state(states[0], states_for(1, seed=5)[0])
+        cluster.cut_power()
+
+
+@pytest.mark.long
 def test_an_agent_that_a_trainer_starts_again_has_its_disk(tmp_path: Path) -> None:
     with LocalCluster(nodes=1, disk=tmp_path) as cluster, World(cluster) as world:
         world.restore(states_for(1, seed=0))
@@ -165,6 +195,8 @@ def test_an_agent_that_a_trainer_starts_again_has_its_disk(tmp_path: Path) -> No
         await_true(lambda: cluster.client("n0").node().node == "n0", but=AgentUnreachable)
         assert inventories(cluster)[0].stored == (first,)
         cluster.start()  # for its end: the cluster knows only agents that it has started itself
+    for each in agents._started:
+        each.wait(10)
 
 
 def test_a_disk_of_somebody_else_is_refused(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ecckpt.fragment import HOME
 from ecckpt.generation import Generation
 from ecckpt.placement import Code, Node, plan_placement
-from ecckpt.recovery import plan_recovery
+from ecckpt.recovery import OnDisk, on_disk, plan_recovery
 
 GENERATIONS = [generation(1, 8), generation(1, 10), generation(2, 9), generation(2, 9, "f" * 16)]
 
@@ -254,6 +254,35 @@ def test_ruins_are_what_no_generation_could_be_made_of():
     }
     whole = inventory("n0", [header(world_size=1, gen=gone)], committed=gone)
     assert plan_recovery("test", [whole]).ruins == {}
+
+
+# -- on disk --------------------------------------------------------------------------------------
+
+
+def test_on_disk_is_what_was_told_and_what_is_seen():
+    old, new, half = (generation(1, step) for step in (8, 9, 10))
+    files = [header(at, world_size=1, gen=gen) for gen in (old, new) for at in (0, 2, 4)]
+    files += [header(at, world_size=1, gen=half) for at in (HOME, 0, 1)]
+    held = [inventory("n0", disk=files[:2], stored=[old]), inventory("n1", disk=files[2:])]
+    there = on_disk("test", held)
+    assert (there.told, there.seen) == ((old,), (old, new))  # of the last one k are not there
+    assert on_disk("test", held[:1]) == OnDisk((old,), ())
+    assert on_disk("test", [inventory("n0", headers=files)]) == OnDisk()
+
+
+def test_a_home_copy_alone_counts_where_it_is_all_there_is():
+    alone = header(world_size=1, k=1, m=0)
+    assert on_disk("test", [inventory("n0", disk=[alone])]).seen == (generation(),)
+    coded = header(world_size=1)
+    assert on_disk("test", [inventory("n0", disk=[coded])]).seen == ()
+
+
+def test_memory_and_disk_of_a_node_are_one_place():
+    files = [header(at, world_size=1) for at in range(5)]
+    held = [inventory(f"n{at}", [file], disk=[file]) for at, file in enumerate(files)]
+    report = plan_recovery("test", held).chosen
+    assert report.margin == 2
+    assert all(len(at) == 1 for at in report.shards[0].fragments.values())
 
 
 # -- what never mixes -----------------------------------------------------------------------------

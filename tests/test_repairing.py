@@ -46,6 +46,7 @@ def test_what_replaced_nodes_lack_is_made_again(
     assert all(map(same_state, blank, states))
 
 
+@pytest.mark.long
 def test_what_cannot_be_repaired_is_said(cluster6: LocalCluster) -> None:
     states = states_for(6, seed=2)
     with pytest.raises(NothingToRestore):

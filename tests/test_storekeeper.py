@@ -304,6 +304,20 @@ def test_where_there_is_no_room_attempts_of_older_timelines_go_first(hands):
     assert on_disk(hands) == [(OLD, 2), (OLD, 3), (generation(2, 11), 3)]
 
 
+def test_and_what_somebody_left_on_purpose(hands):
+    put_on_disk(hands, OLD, NEW)
+    retain(hands, OLD, NEW)
+    full = DiskFull("/disk", need_bytes=2, free_bytes=1)
+    for number, (roll_backs, gone) in enumerate((((), []), ((RollBack(2, OLD),), [NEW]))):
+        hands.ask(wire.Fence("test", 2, OLD, roll_backs))
+        gen = generation(2, 20 + number)
+        assert take(hands, hold(2, gen=gen, writer=2)) == ""
+        store(hands, gen)
+        written(hands, error=full)
+        assert removed(hands) == gone
+    assert on_disk(hands) == [(OLD, 2), (OLD, 3)]
+
+
 def test_the_home_copy_on_disk_serves_its_data_fragments(hands):
     entry = header(HOME, gen=NEW)
     hands.core.ledgers.keep_file(DiskFile(Path("home"), entry, table_of(entry)))

@@ -12,6 +12,7 @@ from ecckpt import storing, wire
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.fragment import HOME
 from ecckpt.lineage import RollBack
+from ecckpt.recovery import OnDisk
 from ecckpt.retention import Keep
 from ecckpt.storing import Disks, Storer
 
@@ -57,10 +58,10 @@ def _quick(monkeypatch):
     monkeypatch.setattr(storing, "_GRACE_LEAST_S", 0.05)
 
 
-def run(peers, *gens, every=1, keep=None, stored=(), roll_backs=(), least=3, ranks=2):
+def run(peers, *gens, every=1, keep=None, stored=(), seen=None, roll_backs=(), least=3, ranks=2):
     """Commit these generations, waiting for each; returns the storer, closed."""
     storer = Watched("test", peers, Disks(every, keep or Keep(), 7, ranks, least))
-    storer.begin(3, stored, roll_backs)
+    storer.begin(3, OnDisk(stored, stored if seen is None else seen), roll_backs)
     for gen in gens:
         storer.committed(gen)
         _idle(storer)
@@ -194,6 +195,18 @@ def test_what_is_kept_and_what_was_there_before():
     assert told(peers) == [before, (before[1], gens[0]), tuple(gens)]
 
 
+def test_what_cannot_be_had_now_neither_takes_a_place_nor_is_dropped():
+    peers = whole()
+    lasting, good, lost = (generation(1, step) for step in (100, 101, 102))
+    gens = [generation(3, step) for step in (103, 104)]
+    run(peers, *gens, keep=Keep(2, 100), stored=(lasting, good, lost), seen=(good,))
+    assert told(peers) == [
+        (lasting, good, lost),
+        (lasting, good, lost, gens[0]),
+        (lasting, *gens),
+    ]
+
+
 def test_saves_are_passed_over_while_the_disks_are_busy_and_the_newest_is_next(caplog):
     peers = whole()
     going, first = threading.Event(), threading.Event()
@@ -206,7 +219,7 @@ def test_saves_are_passed_over_while_the_disks_are_busy_and_the_newest_is_next(c
 
     peers["n0"].store = hold_up
     storer = Storer("test", peers, Disks(1, Keep(), 7, 2, 3))
-    storer.begin(1, (), ())
+    storer.begin(1, OnDisk(), ())
     gens = [generation(1, step) for step in (1, 2, 3, 4)]
     storer.committed(gens[0])
     assert first.wait(10)
@@ -222,7 +235,7 @@ def test_closing_waits_no_longer_than_it_is_told():
     peers = whole()
     peers["n1"].stuck = True
     storer = Storer("test", peers, Disks(1, Keep(), 7, 2, 3))
-    storer.begin(1, (), ())
+    storer.begin(1, OnDisk(), ())
     storer.committed(GEN)
     storer.close(0.01)
     assert told(peers) == []

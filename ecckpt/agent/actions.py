@@ -71,10 +71,14 @@ class Fetching:
 
 @dataclass(eq=False, slots=True)
 class Storing:
-    """Writing what is here of one generation to disk; what is ``waiting`` is lent to it."""
+    """Writing what is here of one generation to disk; what is ``waiting`` is lent to it.
+
+    ``copied_bytes`` of the file that is being written have gone to the disk; its thread says so.
+    """
 
     message: wire.Store
     waiting: deque[Entry]
+    copied_bytes: int = 0
     problems: list[str] = field(default_factory=list)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.agent.actions import Remove, Write
+from ecckpt.agent.actions import Remove, Storing, Write
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.notes import pack_notes, unpack_notes
 from ecckpt.errors import InvalidMessage, NotHeld
@@ -75,7 +75,8 @@ class Disk:
         entry = action.entry
         assert entry.table is not None
         budget_bytes = action.storing.message.disk_bytes or self.tier.default_budget_bytes()
-        return self.tier.write(entry.header, _pieces(entry), entry.table, budget_bytes=budget_bytes)
+        pieces = _pieces(entry, action.storing)
+        return self.tier.write(entry.header, pieces, entry.table, budget_bytes=budget_bytes)
 
     def remove(self, action: Remove) -> None:
         """Remove files; one that cannot be removed is met again at the next start."""
@@ -96,7 +97,7 @@ def calm() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _pieces(entry: Entry) -> Iterator[memoryview]:
+def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
     """The payload, copied piece by piece: at no time does the disk hold the memory itself."""
     header = entry.header
     buffer = memoryview(bytearray(_PIECE_BYTES))
@@ -107,6 +108,7 @@ def _pieces(entry: Entry) -> Iterator[memoryview]:
         if not entry.lent:  # looked at after copying: what was copied may be another file's
             raise NotHeld("memory was needed for a newer save")
         yield buffer[:length]
+        storing.copied_bytes = start + length
 
 
 def _check_regular(path: Path) -> None:

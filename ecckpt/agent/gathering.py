@@ -6,7 +6,7 @@ good, wherever they come from, so fragments that are partly damaged still help.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,6 +58,14 @@ class Gathering:
     def take(self, index: int) -> tuple[str, list[slice]]:
         """One more source of a fragment, and the rows of it that are not proven yet."""
         return self.untried[index].pop(0), list(spans(~self.good[index]))
+
+    def spare(self, wanted: Collection[int]) -> int:
+        """How many fragments could be asked for instead of some of the ``wanted``."""
+        return sum(bool(left) for index, left in self.untried.items() if index not in wanted)
+
+    def postpone(self, index: int, address: str) -> None:
+        """A source that lags: to be tried again after all others."""
+        self.untried[index] = [*self.untried.pop(index), address]
 
     def prove(self, index: int, rows: slice, bad: Iterable[tuple[int, int]]) -> None:
         """Rows of a fragment are here; ``bad`` of them, counted from the first, are not right."""

@@ -8,7 +8,7 @@ lets nothing go there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -271,21 +271,30 @@ class Ledger:
 
     def discarded(self, generations: Collection[Generation]) -> list[DiskFile]:
         """Files of generations whose storing was given up."""
-        return self._files_of(lambda generation: generation in generations)
-
-    def attempts(self) -> list[DiskFile]:
-        """Files of older timelines that were never on disk everywhere, and never will be."""
-        if self.restored is None:
-            return []
-        return self._files_of(lambda generation: generation.timeline < self.fence)
-
-    def _files_of(self, may_go: Callable[[Generation], bool]) -> list[DiskFile]:
         return [
             file
             for (shard, _), file in self.files.items()
-            if may_go(shard.generation)
+            if shard.generation in generations
             and shard.generation not in self.stored
             and shard.generation != self.restored
+        ]
+
+    def attempts(self) -> list[DiskFile]:
+        """Files of older timelines that were never on disk everywhere, and never will be.
+
+        And those of generations that somebody went back before on purpose.
+        """
+        if self.restored is None:
+            return []
+        return [
+            file
+            for (shard, _), file in self.files.items()
+            if shard.generation.timeline < self.fence
+            and shard.generation != self.restored
+            and (
+                shard.generation not in self.stored
+                or abandoned_by(shard.generation, self.roll_backs)
+            )
         ]
 
     def _sealed(self) -> Iterator[Entry]:

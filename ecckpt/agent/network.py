@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,13 +21,16 @@ from ecckpt.agent.gathering import Gathering
 from ecckpt.agent.pace import pace_of
 from ecckpt.blocks import span_of
 from ecckpt.client import peer_client
-from ecckpt.errors import EcckptError, TooFewFragments
+from ecckpt.errors import EcckptError, TooFewFragments, TooSlow
 from ecckpt.tracing import Tracer
 from ecckpt.transport.http import patience
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
 _PARALLEL_PULLS = 8
+# Holders that are slower than others by that much are left, where others can be asked.
+_LAG_LEAST_S = 2.0
+_LAG_FACTOR = 3.0
 
 
 class Network:
@@ -80,13 +84,15 @@ class Network:
         views = data_views(header, region) + parity_views(header, fetching.parity)
         gathering = Gathering.of(message)
 
-        def pull(index: int) -> None:
-            self._pull_next(gathering, index, views[index], table, deadline_s)
+        def pull(index: int, field: _Field) -> None:
+            self._pull_next(gathering, index, views[index], table, field)
+            field.arrived()
 
         with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="fetch") as pool:
             wanted = gathering.first()
             while True:
-                list(pool.map(pull, wanted))
+                field = _Field(len(wanted), gathering.spare(wanted), deadline_s)
+                list(pool.map(pull, wanted, [field] * len(wanted)))
                 if not (wanted := gathering.next()):
                     break
         with self._tracer.span("rebuild", header.shard):
@@ -114,7 +120,7 @@ class Network:
         index: int,
         view: memoryview,
         table: np.ndarray,
-        deadline_s: float,
+        field: _Field,
     ) -> None:
         """Try one more source of a fragment, for those of its blocks that are not proven yet."""
         header = gathering.header
@@ -123,7 +129,7 @@ class Network:
         try:
             for rows in runs:
                 span = span_of(header, rows)
-                timeout_s = max(0.001, deadline_s - time.monotonic())
+                timeout_s = max(0.001, field.deadline_s - time.monotonic())
                 with self._tracer.span("pull back", header.shard, index):
                     client.pull_fragment(
                         header.shard,
@@ -132,9 +138,42 @@ class Network:
                         offset=span.start,
                         timeout_s=timeout_s,
                         patience_s=patience(timeout_s),
+                        wanted=field.waits,
                     )
                 gathering.pulled_bytes += span.stop - span.start
                 gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))
+        except TooSlow as error:
+            gathering.problems.append(f"fragment {index}: {error}")
+            gathering.postpone(index, address)
+            return
         except (EcckptError, OSError) as error:
             gathering.problems.append(f"fragment {index}: {error}")
         gathering.judge(index, address)
+
+
+class _Field:
+    """Fragments that are pulled side by side, like runners: those who lag are not waited for.
+
+    That is for as many as there are others to ask instead.
+    """
+
+    def __init__(self, running: int, spare: int, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._started_s = time.monotonic()
+        self._running, self._spare = running, spare
+        self._took_s = 0.0
+
+    def arrived(self) -> None:
+        """One more is done, in whatever way."""
+        with self._lock:
+            self._running -= 1
+            self._took_s = time.monotonic() - self._started_s
+
+    def waits(self) -> bool:
+        """Whether those that still run are waited for."""
+        with self._lock:
+            if not self._took_s or self._running > self._spare:
+                return True
+            patience_s = max(_LAG_LEAST_S, _LAG_FACTOR * self._took_s)
+            return time.monotonic() - self._started_s < patience_s

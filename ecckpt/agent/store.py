@@ -62,6 +62,7 @@ class Storekeeper:
         if writing is not None and writing.header.shard.generation == generation:
             left.append(writing)
         waiting_bytes = sum(entry.header.file_bytes for entry in left)
+        waiting_bytes -= storing.copied_bytes
         return wire.Stored(True, pieces, waiting_bytes, tuple(storing.problems))
 
     def _retain(self, message: wire.Retain) -> list[Action]:
@@ -115,6 +116,7 @@ class Storekeeper:
             entry = storing.waiting.popleft()
             if entry.lent:
                 self._writing[run] = entry
+                storing.copied_bytes = 0
                 return [Write(storing, entry)]
             self._note(storing, "memory was needed for a newer save")
         return []
@@ -122,6 +124,7 @@ class Storekeeper:
     def _end(self, write: Write) -> list[Action]:
         run = write.entry.header.shard.run
         del self._writing[run]
+        write.storing.copied_bytes = 0
         return [*self._ledgers.unlend(write.entry), *self._next(run)]
 
     def _note(self, storing: Storing, problem: str) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused
+from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused, TooSlow
 
 IDLE_TIMEOUT_S = 10.0
 _READ_BYTES = 8 << 20
@@ -130,7 +130,11 @@ class Exchange:
         return self._response
 
     def read_into(
-        self, response: http.client.HTTPResponse, target: memoryview, pace: Take | None = None
+        self,
+        response: http.client.HTTPResponse,
+        target: memoryview,
+        pace: Take | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Fill ``target`` from the body; the deadline holds for each receive."""
         done, most = 0, _PACED_READ_BYTES if pace else _READ_BYTES
@@ -143,6 +147,8 @@ class Exchange:
             done += count
             if pace is not None:
                 pace(count)
+            if wanted is not None and not wanted():
+                raise TooSlow(self.address, done_bytes=done, size_bytes=len(target))
 
 
 def request(
@@ -182,16 +188,17 @@ def pull(
     timeout_s: float,
     patience_s: float = IDLE_TIMEOUT_S,
     pace: Take | None = None,
+    wanted: Callable[[], bool] | None = None,
 ) -> None:
     """Fill ``target`` with the bytes of ``path`` from ``offset`` on, straight from the socket.
 
     A peer that sends nothing for ``patience_s`` is given up before ``timeout_s`` is over, so that
     another one can still be asked. ``pace`` is told how much has come each time, and waits if that
-    was too fast.
+    was too fast; ``wanted`` is asked each time whether to go on.
 
     ``target`` stays the caller's; on any error its content is undefined. Raises
-    ``AgentUnreachable``, ``RequestRefused`` (not there, or another length) and
-    ``CorruptFragment`` (the body ended early).
+    ``AgentUnreachable``, ``RequestRefused`` (not there, or another length), ``CorruptFragment``
+    (the body ended early) and ``TooSlow`` (no longer wanted).
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
         span = offset, offset + len(target)
@@ -203,7 +210,7 @@ def pull(
             raise RequestRefused(
                 address, response.status, f"GET {path}: {length} bytes for {len(target)} wanted"
             )
-        exchange.read_into(response, target, pace)
+        exchange.read_into(response, target, pace, wanted)
 
 
 def patience(left_s: float) -> float:

@@ -2,9 +2,9 @@
 
 It forks a life for every line ``ROOT SOURCE TIMELINE LINES`` on its input, so that none has to
 import anything first, answers ``pid N``, and lets it begin at the next line. A life adopts what it
-finds, then stages, protects, holds, gives up and commits shards, and says on its output what it
-has reported to others. ``LINES`` > 0 kills it at that many lines of the agent's code, which also
-gets between two writes to mapped memory; with 0 nothing is counted, with -1 all are.
+finds, then stages, protects, holds, gives up, commits and stores shards, and says on its output
+what it has reported to others. ``LINES`` > 0 kills it at that many lines of the agent's code, which
+also gets between two writes to mapped memory; with 0 nothing is counted, with -1 all are.
 """
 
 from __future__ import annotations
@@ -87,7 +87,14 @@ class Life:
         self._budget_bytes = steady_bytes(steady, local_ranks=1, holders=1)
 
     def live(self) -> None:
-        self._agent = Agent(self._root, node=NODE, domain=NODE, address="127.0.0.1:1", token="")
+        self._agent = Agent(
+            self._root,
+            node=NODE,
+            domain=NODE,
+            address="127.0.0.1:1",
+            token="",
+            disk=self._root.parent / "disk",
+        )
         base = self._agent.inventory(RUN).committed
         if self._try(lambda: self._agent.fence(wire.Fence(RUN, self._timeline, base, ()))):
             _say(f"fenced {self._timeline}")
@@ -130,6 +137,20 @@ class Life:
         _say(f"committing {which}")
         self._agent.commit(wire.Commit(RUN, which))
         _say(f"committed {which}")
+        self._store(which)
+
+    def _store(self, which: Generation) -> None:
+        """To disk, and let older ones go from there."""
+        message = wire.Store(RUN, which, 0, ())
+        deadline_s = time.monotonic() + WAIT_S
+        while (answer := self._agent.store(message)).waiting_bytes:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.002)
+        if answer.problems or len(answer.pieces) != 2:
+            raise EcckptError(f"not stored: {answer}")
+        _say(f"stored {which}")
+        self._agent.retain(wire.Retain(RUN, self._timeline, (which,)))
 
     def _stage(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)

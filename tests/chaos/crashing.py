@@ -1,14 +1,15 @@
 """SIGKILL, or an error, at every system call and every line of an agent's life.
 
-    python tests/chaos/crashing.py [EVERY]      every one, or every EVERY-th, with counts
+    python tests/chaos/crashing.py [EVERY [LINES]]
 
-A life (agent_life.py) adopts, fences, stages, protects, holds, gives up and commits. It is run
-once under strace to see which system calls it makes, then once for each of them with SIGKILL in
-its place, once for each line of the agent's code with SIGKILL before it (which also gets between
-two writes to mapped memory), and once for each call that may fail, with that error. After each:
+runs every one, or every EVERY-th call and LINES-th line, and counts. A life (agent_life.py) adopts,
+fences, stages, protects, holds, gives up, commits and stores. It is run once under strace to see
+which system calls it makes, then once for each of them with SIGKILL in its place, once for each
+line of the agent's code with SIGKILL before it (which also gets between two writes to mapped
+memory), and once for each call that may fail, with that error. After each:
 
 - an agent that starts in the folder adopts everything that was reported committed, protected or
-  held and that nothing newer has replaced, byte for byte;
+  held and that nothing newer has replaced, byte for byte; on disk is what was reported stored;
 - the fence is at least what was reported; every other sealed file is what it says, byte for byte;
 - no file is left that nobody knows; strangers' files are as they were;
 - the next life goes through from start to end.
@@ -25,10 +26,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,10 @@ from chaos import agent_life
 from chaos.agent_life import HELD, NODE, RUN, coded, header_of, payload_of
 
 from ecckpt import wire
+from ecckpt.agent.disk import Disk
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.shelf import Shelf
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.generation import Generation
 from ecckpt.transport.http import request
 
@@ -112,7 +114,8 @@ class Lives:
 
     def __init__(self) -> None:
         self.base = Path(tempfile.mkdtemp(prefix=f"ecckpt-crash-{os.getpid()}-", dir="/dev/shm"))
-        self.root = self.base / "n0"
+        self.root = self.base / "live" / NODE
+        self.root.mkdir(mode=0o700, parents=True)
         self._prepared = self.base / "prepared"
         self._held: list[wire.Held] = []
         self._server = _source(self._held)
@@ -132,7 +135,7 @@ class Lives:
             self._base_account = self.live(timeline=1)
             assert self._base_account.status == 0, self._base_account
             _make_strangers(self.root)
-            shutil.copytree(self.root, self._prepared)
+            shutil.copytree(self.root.parent, self._prepared)
         except BaseException:
             self.__exit__()
             raise
@@ -150,8 +153,8 @@ class Lives:
 
     def reset(self) -> None:
         """The folder as the first life left it."""
-        shutil.rmtree(self.root)
-        shutil.copytree(self._prepared, self.root)
+        shutil.rmtree(self.root.parent)
+        shutil.copytree(self._prepared, self.root.parent)
 
     def live(self, *, timeline: int, strace: list[str] = (), last_line: int = 0) -> Account:
         """One life, possibly cut short."""
@@ -190,18 +193,19 @@ class Lives:
         self.reset()
         return int(self.live(timeline=2, last_line=-1).last("lines ") or 0)
 
-    def points(self, every: int = 1) -> list[Point]:
-        """All points, or every so-manieth."""
-        calls = sorted(self.calls().items())
-        found = [Point(name, number) for name, count in calls for number in range(1, count + 1)]
-        found += [Point("line", number) for number in range(1, self.lines() + 1)]
-        found += [
-            Point(name, number, ERRORS[name])
-            for name, count in calls
-            if name in ERRORS
+    def points(self, every: int = 1, lines: int = 1) -> list[Point]:
+        """All points, or every so-manieth call and line."""
+        calls = [
+            Point(name, number)
+            for name, count in sorted(self.calls().items())
             for number in range(1, count + 1)
         ]
-        return found[::every]
+        failing = [replace(at, what=ERRORS[at.name]) for at in calls if at.name in ERRORS]
+        return [
+            *calls[::every],
+            *failing[::every],
+            *(Point("line", number) for number in range(1, self.lines() + 1, lines)),
+        ]
 
     def crash(self, point: Point) -> bool:
         """Live up to that point, and look; False if it was never reached."""
@@ -249,12 +253,29 @@ class Lives:
         have = {}
         for (shard, index), entry in ledger.entries.items():
             have[shard.generation, shard.rank, index] = entry
-            _check_bytes(entry)
+            start, end = SUPERBLOCK_BYTES, entry.header.trailer_offset
+            _check_piece(entry.header, bytes(entry.region.view[start:end]), entry.table)
         assert must <= have.keys(), f"missing {must - have.keys()} after {account}"
         spares = shelf.tier._accounts._spare[RUN]
         paths = {each.path for each in (*spares, *(e.region for e in ledger.entries.values()))}
         _check_strangers(self.root, paths)
+        self._check_disk(account)
         assert set(ledger.rejected) == {"0000000000000000.region"}
+
+    def _check_disk(self, account: Account) -> None:
+        """What a loss of power leaves: at least what was reported stored, or something newer."""
+        found = Disk(self.root.parent / "disk", node=NODE).adopt()
+        assert not found.rejected
+        pieces: dict[Generation, set[tuple[int, int]]] = defaultdict(set)
+        for file in found.files:
+            header = file.header
+            which, rank = header.shard.generation, header.shard.rank
+            content = file.path.read_bytes()[SUPERBLOCK_BYTES:][: header.payload_bytes]
+            _check_piece(header, content, file.table)
+            pieces[which].add((rank, header.index))
+        stored = account.last("stored ") or self._base_account.last("stored ")
+        whole = [which for which, each in pieces.items() if each == {(0, HOME), (1, HELD)}]
+        assert max(whole) >= Generation.parse(stored), f"{pieces} after {account}"
 
     def _tell(self, text: str) -> None:
         self._process.stdin.write(f"{text}\n".encode())
@@ -270,15 +291,12 @@ class Lives:
         return raw.decode().strip()
 
 
-def _check_bytes(entry: Any) -> None:
-    header = entry.header
+def _check_piece(header: Header, content: bytes, table: Any) -> None:
     which, rank = header.shard.generation, header.shard.rank
     assert header == header_of(which, rank, header.index)
-    fragments, table = coded(which, rank)
-    want = payload_of(which, rank) if header.index == HOME else fragments[header.index]
-    start = SUPERBLOCK_BYTES
-    assert bytes(entry.region.view[start : start + header.payload_bytes]) == want
-    assert (entry.table == table).all()
+    fragments, right = coded(which, rank)
+    assert content == (payload_of(which, rank) if header.index == HOME else fragments[header.index])
+    assert (table == right).all()
 
 
 STRANGER = b"a neighbour's bytes, none of our business"
@@ -290,6 +308,8 @@ def _strangers(root: Path) -> list[Path]:
         root / "regions" / "notes.txt",
         root / "runs" / "notes.txt",
         root.parent / "n1" / "regions" / "0000000000000001.region",
+        root.parent / "disk" / "files" / "notes.txt",
+        root.parent / "disk" / "runs" / "notes.txt",
     ]
 
 
@@ -353,13 +373,13 @@ def _source(held: list[wire.Held]) -> HTTPServer:
     return Server(("127.0.0.1", 0), Handler)
 
 
-def run(every: int = 1, say: Any = print) -> Counter[str]:
+def run(every: int = 1, lines: int = 1, say: Any = print) -> Counter[str]:
     """Crash at every so-manieth point; returns how many of each kind were reached."""
     reached: Counter[str] = Counter()
     logging.disable(logging.CRITICAL)
     try:
         with Lives() as lives:
-            points = lives.points(every)
+            points = lives.points(every, lines)
             for number, point in enumerate(points):
                 try:
                     reached[point.kind] += lives.crash(point)
@@ -373,4 +393,4 @@ def run(every: int = 1, say: Any = print) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    print(dict(run(int(sys.argv[1]) if len(sys.argv) > 1 else 1)))
+    print(dict(run(*map(int, sys.argv[1:]))))

@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -67,6 +68,65 @@ def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
             file.seek(fetched.slot.payload_offset)
             assert file.read(len(shard)) == shard
         assert any(address[held[0]] in problem for problem in fetched.problems)
+
+
+class _Slow:
+    """Stands before an agent, and passes its answers on with 10 kB/s."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = address.split(":")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> _Slow:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            with suppress(OSError):
+                connection, _ = self._listener.accept()
+                thread = threading.Thread(target=self._pass_on, args=(connection,))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass_on(self, near: socket.socket) -> None:
+        far = socket.create_connection((self._host, int(self._port)))
+        with near, far, suppress(OSError):
+            far.sendall(near.recv(65536))
+            while (data := far.recv(1000)) and not self._ended.wait(0.1):
+                near.sendall(data)
+
+
+def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
+    # One holder with 10 kB/s kept a restore waiting until its deadline, and made it fail then.
+    shard = bytes(range(256)) * 8000
+    with LocalCluster(nodes=6) as cluster:
+        store(cluster, [shard])
+        address = {node: cluster.client(node).node().address for node in cluster.nodes}
+        headers = {node: cluster.client(node).inventory("test").headers for node in cluster.nodes}
+        held = {
+            each.index: node for node in headers for each in headers[node] if each.index != HOME
+        }
+        with _Slow(address[held[1]]) as slow:
+            sources = [wire.Sources(index, (address[held[index]],)) for index in sorted(held)]
+            sources[1] = wire.Sources(1, (slow.address,))
+            header = replace(headers["n5"][0].at(HOME), home="n5")
+            fetched = cluster.client("n5").fetch(wire.Fetch(header, 1, tuple(sources), 0, 20.0))
+        with Path(fetched.slot.path).open("rb") as file:
+            file.seek(fetched.slot.payload_offset)
+            assert file.read(len(shard)) == shard
+        assert fetched.rebuilt_fragments == 1
+        assert any("left behind" in problem for problem in fetched.problems)
 
 
 def test_ranks_wait_for_a_session_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
