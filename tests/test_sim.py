@@ -178,9 +178,10 @@ def _never_begins_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     end = hold.Holder._end
 
     def leak(self: hold.Holder, taking: Any, problem: str) -> Any:
+        actions = end(self, taking, problem)
         if problem:
-            self._pulls += 1
-        return end(self, taking, problem)
+            self._pulling.append(taking)
+        return actions
 
     monkeypatch.setattr(hold.Holder, "_end", leak)
 

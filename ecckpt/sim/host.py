@@ -14,6 +14,8 @@ import numpy as np
 from ecckpt import wire
 from ecckpt.agent.actions import (
     Allocate,
+    Ask,
+    Begun,
     Discard,
     Due,
     Encode,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 
 _POST_TIMEOUT_S = 5.0
 _PULL_TIMEOUT_S = 10.0
+_ASK_TIMEOUT_S = 2.0
 _ENCODE_S = 0.002
 _ALLOCATE_S = 0.001
 _REMEMBER_S = 0.0002
@@ -101,6 +104,7 @@ class Host:
         """Start the agent; it adopts what it finds."""
         if self.on and self.agent is None:
             self.agent = Agent(self)
+            self.agent.tell(Begun())
 
     def kill_agent(self) -> None:
         """End the agent; the memory stays."""
@@ -211,8 +215,8 @@ class Agent(Actor):
             case Recycle() | Discard():
                 self.host.cluster.witness.going(self.host, action)
                 self.memory.let_go(action)
-            case Wake(at_s, job):
-                self._later(max(0.0, at_s - self.world.now_s), Due(job), None)
+            case Wake(at_s, task):
+                self._later(max(0.0, at_s - self.world.now_s), Due(task), None)
 
     def _later(self, delay_s: float, event: Event, asker: Answer | None) -> None:
         self.world.after(delay_s, self.reach, self.tell, event, asker)
@@ -231,6 +235,10 @@ class Agent(Actor):
                 self.spawn(self._gather(action, asker))
             case Post():
                 self.spawn(self._post(action))
+            case Ask():
+                self.spawn(self._ask(action))
+            case _:
+                raise AssertionError(f"{type(action).__name__}: there are no disks here")
 
     def _allocate(self, action: Allocate, asker: Answer | None) -> None:
         try:
@@ -262,6 +270,16 @@ class Agent(Actor):
             self.tell(Failed(action, error))
         else:
             self.tell(Finished(action))
+
+    def _ask(self, action: Ask) -> Steps:
+        target = self.host.cluster.hosts[action.sight.address]
+        look = answering(lambda agent: agent.core.presence(action.message))
+        try:
+            presence = yield target.call(self.node, look, _ASK_TIMEOUT_S)
+        except EcckptError as error:
+            self.tell(Failed(action, error))
+        else:
+            self.tell(Finished(action, presence))
 
     def _pull(self, action: Pull) -> Steps:
         taking = action.taking

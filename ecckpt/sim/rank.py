@@ -38,7 +38,7 @@ from ecckpt.errors import (
 )
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Outcome, Way, judge, next_timeline, passes_over, way_home
+from ecckpt.ordering import Outcome, Way, guard_of, judge, next_timeline, passes_over, way_home
 from ecckpt.recovery import Inventory, plan_recovery
 from ecckpt.sim.host import Host, answering
 from ecckpt.sim.world import Actor, Failure, Steps, Wait, sleep, together
@@ -77,10 +77,31 @@ class Rank(Actor):
     def main(self) -> Steps:
         """The program."""
         step = yield from self._restore()
+        self.spawn(self._guard())
         while True:
             yield self.session.pace(self)
             yield from self._save(step)
             step += 1
+
+    def _guard(self) -> Steps:
+        """Have this node's agent watch over its home copies."""
+        session = self.session
+        if not session.rules.guarded:
+            return
+        guard = guard_of(
+            session.run,
+            self.host.node,
+            session.placement,
+            {node: node for node in session.hosts},
+            writer=self._timeline,
+            local_ranks=session.local_ranks(self.host.node),
+            memory_bytes=session.rules.budget_bytes,
+            timeout_s=0.5 * session.rules.save_timeout_s,
+        )
+        try:
+            yield self._own(guard)
+        except EcckptError:
+            return
 
     # -- save -------------------------------------------------------------------------------------
 
@@ -159,6 +180,7 @@ class Rank(Actor):
         except StopIteration as end:
             saving.error, saving.done = end.value, True
         if counted and saving.error is None:
+            self.spawn(self._guard())  # again: the agent may have been replaced
             self.session.truth.committed(self.host, saving.shard.generation)
 
     def _do(self, step: Step, saving: Saving, message: wire.Protect) -> Steps:

@@ -35,6 +35,7 @@ class Rules:
     step_s: float
     save_timeout_s: float
     restore_timeout_s: float
+    guarded: bool
 
     @property
     def patience_s(self) -> float:

@@ -81,6 +81,7 @@ class Simulation:
             step_s=rng.choice([4.0, 8.0]),
             save_timeout_s=rng.choice([20.0, 60.0]),
             restore_timeout_s=rng.choice([20.0, 40.0]),
+            guarded=rng.random() < 0.5,
         )
         self.runs = 0
         self.unsafe = 0
