@@ -34,6 +34,7 @@ from ecckpt.errors import (
 )
 from ecckpt.fragment import HOME, Header, block_bytes_for, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
+from ecckpt.guarding import guard
 from ecckpt.joining import join
 from ecckpt.native import prefer
 from ecckpt.ordering import Order, Wanted
@@ -191,6 +192,17 @@ class Checkpointer:
         stored = run.get("stored", ())
         return Generation.parse(stored[-1]) if stored else None
 
+    def margin(self) -> int | None:
+        """How many more nodes may be lost now, whichever they are, with this node's shards kept.
+
+        Of its ranks' newest committed shards, as their holders are now; lost fragments are made
+        again in the background. None while that is not known. The margin of the run is the least
+        of all nodes. Asks this node's agent; raises ``AgentUnreachable``.
+        """
+        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        margin: int | None = run["guard"]["margin"] if run.get("guard") else None
+        return margin
+
     # -- save -------------------------------------------------------------------------------------
 
     def save(self, step: int, state: dict[str, Any]) -> SaveHandle:
@@ -314,6 +326,7 @@ class Checkpointer:
             return
         if error is None:
             self._given_up.clear()
+            self._watcher.call(self._guard)  # again: its agent may have been replaced
         else:
             self._given_up.append(header.shard.generation)
         self._reserver.ahead(self._wish(header))
@@ -503,6 +516,13 @@ class Checkpointer:
         self._storer.begin(order.timeline, restorer.leader.on_disk, restorer.leader.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
+        self._watcher.call(self._guard)
+
+    def _guard(self) -> None:
+        timeout_s = 0.5 * self._config.save_timeout_s
+        guard(
+            self._cluster, self._timeline or 0, local_ranks=self._local_ranks, timeout_s=timeout_s
+        )
 
     def _protect_again(self, order: Order, restored: Restored) -> None:
         """Re-make what the restored generation lost, from the home copy that is here now."""

@@ -99,6 +99,7 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     repair = commands.add_parser("repair", help="make again what nodes lack of a run")
     repair.add_argument("run")
     repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    repair.add_argument("--dry-run", action="store_true", help="only say what would be done")
     repair.add_argument("--memory-bytes", type=_bytes, default=0, help="the run's budget on a node")
     repair.add_argument("--token-file", type=Path, default=node.token_file)
     repair.add_argument("--json", action="store_true")
@@ -235,12 +236,26 @@ def _status(arguments: argparse.Namespace) -> int:
             f"{facts['home_copies']} home copies, {facts['fragments']} fragments, "
             f"{facts['used_bytes']:,} bytes"
         )
+        _print_guard(facts["guard"])
         _print_disk(facts)
         for name, why in facts["rejected"].items():
             print(f"    not adopted: {name}: {why}")
     if status["disk"]["problem"]:
         print(f"  disk: {status['disk']['problem']}")
     return 0
+
+
+def _print_guard(guard: dict[str, Any] | None) -> None:
+    if guard is None:
+        return
+    margin = "how many is not known yet" if guard["margin"] is None else f"any {guard['margin']}"
+    print(f"    shards of this node's ranks survive more node losses: {margin}")
+    if guard["missing"]:
+        lost = f", lost: {', '.join(guard['lost'])}" if guard["lost"] else ""
+        doing = f", repairing {guard['repairing']}" if guard["repairing"] else ""
+        print(f"    fragments missing: {guard['missing']}{lost}{doing}")
+    if guard["problem"]:
+        print(f"    last repair: {guard['problem']}")
 
 
 def _print_disk(facts: dict[str, Any]) -> None:
@@ -286,7 +301,9 @@ def _repair(arguments: argparse.Namespace) -> int:
 
     token = read_token(arguments.token_file)
     agents = [AgentClient(address, token) for address in arguments.agents]
-    done = repair_run(arguments.run, agents, memory_bytes=arguments.memory_bytes)
+    done = repair_run(
+        arguments.run, agents, memory_bytes=arguments.memory_bytes, dry_run=arguments.dry_run
+    )
     if arguments.json:
         print(json.dumps(asdict(done) | {"generation": str(done.generation)}))
     else:
@@ -294,6 +311,8 @@ def _repair(arguments: argparse.Namespace) -> int:
             f"{done.generation}: {done.fragments} fragments to make again, {done.homes} shards "
             f"decoded; survived {done.margin_before} more node losses, now {done.margin}"
         )
+        for step in done.steps if arguments.dry_run else ():
+            print(f"  {step}")
         for problem in done.problems:
             print(f"  {problem}")
     return 0 if done.complete and not done.problems else 1

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import numpy as np
 
 from ecckpt import errors, wire
-from ecckpt.errors import RequestRefused, VersionMismatch
+from ecckpt.errors import InvalidMessage, RequestRefused, VersionMismatch
 from ecckpt.fragment import FORMAT_VERSION, Header, parse_table
 from ecckpt.generation import Generation, ShardId
 from ecckpt.recovery import Inventory
@@ -163,6 +163,17 @@ class AgentClient:
         """Tell the home that a ``hold`` is done."""
         self._post(wire.Done, message.shard.run, "held", message)
 
+    def guard(self, message: wire.Guard) -> None:
+        """Have the agent watch over its home copies of a run (only on its own node)."""
+        self._post(wire.Done, message.run, "guard", message)
+
+    def probe(self, message: wire.Probe) -> wire.Presence:
+        """What it has of these shards."""
+        seen = self._post(wire.Presence, message.run, "probe", message)
+        if not len(seen.held) == len(seen.coming) == len(message.shards):
+            raise InvalidMessage(f"agent {self.address} answers for other shards than asked")
+        return seen
+
     def commit(self, run: str, generation: Generation) -> None:
         """Tell an agent that a generation is safe everywhere."""
         self._post(wire.Done, run, "commit", wire.Commit(run, generation))
@@ -238,7 +249,7 @@ class AgentClient:
     def _refusal(self, status: int, body: bytes) -> errors.EcckptError:
         try:
             refusal = wire.unpack(wire.Refusal, body)
-        except errors.InvalidMessage:
+        except InvalidMessage:
             text = body[:200].decode(errors="replace")
             return RequestRefused(self.address, status, f"not an ecckpt agent's answer: {text}")
         known = errors.revive(refusal.error, refusal.message, refusal.facts)

@@ -189,12 +189,44 @@ def way_home(
         nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
         if nodes:
             sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
-    missing = plan_repair(
-        home=home,
-        indices=header.n if placement.code.holders else 0,
-        present=shard.fragments,
-        holders=placement.holders[home],
-        nodes=placement.holders,
-    )
+    missing: Mapping[int, str] = {}
+    if placement.code.holders and len(shard.fragments) < header.n:
+        missing = plan_repair(
+            home=home,
+            indices=header.n,
+            present=shard.fragments,
+            holders=placement.holders[home],
+            nodes=_nearest(placement, home),
+        )
     targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
     return Way(replace(header, home=home), home in shard.homes, tuple(sources), tuple(targets))
+
+
+def guard_of(
+    run: str,
+    home: str,
+    placement: Placement,
+    address: Mapping[str, str],
+    *,
+    writer: int,
+    local_ranks: int,
+    memory_bytes: int,
+    timeout_s: float,
+) -> wire.Guard:
+    """Whom a home's agent shall watch; ``address`` is each node's."""
+    ring = placement.ring(home) if placement.code.holders else ()
+    return wire.Guard(
+        run=run,
+        writer=writer,
+        members=tuple(wire.Member(each.id, each.domain, address[each.id]) for each in ring),
+        holders=placement.code.holders,
+        local_ranks=local_ranks,
+        memory_bytes=memory_bytes,
+        timeout_s=timeout_s,
+    )
+
+
+def _nearest(placement: Placement, home: str) -> dict[str, str]:
+    """All nodes with their domains: the home's own group first, so that losses stay within it."""
+    others = (node for group in placement.groups for node in group)
+    return {node.id: node.domain for node in (*placement.ring(home), *others)}

@@ -54,6 +54,12 @@ class Placement:
     nodes_survived: int
     domains_survived: int
 
+    def ring(self, home: str) -> tuple[Node, ...]:
+        """The other nodes of a home's group, in ring order: its holders, then those to spare."""
+        group = next(each for each in self.groups if any(node.id == home for node in each))
+        at = next(at for at, node in enumerate(group) if node.id == home)
+        return (*group[at + 1 :], *group[:at])
+
     def promise(self) -> str:
         """One sentence for people: what may be lost."""
         if not self.code.holders:
@@ -156,24 +162,32 @@ def plan_repair(
     indices: int,
     present: Mapping[int, Iterable[str]],
     holders: Sequence[str],
-    nodes: Iterable[str],
+    nodes: Mapping[str, str],
 ) -> dict[int, str]:
     """Where the fragments that a shard lacks should go: index -> node.
 
-    ``present`` says which living nodes have which fragment. A missing one goes to its regular
-    holder if that node has none of this shard yet, else to any other node that has none. What
-    finds no node is left out: two fragments on one node would not add a node's worth of margin.
+    ``present`` says which living nodes have which fragment, ``nodes`` maps those that could take
+    one to their domains, the preferred first. A missing fragment goes to its regular holder if that
+    node has none of this shard yet, else to another node that has none, of a domain with the least
+    of the shard. What finds no node is left out: two fragments on one node would not add a node's
+    worth of margin.
     """
     taken = {node for at in present.values() for node in at} | {home}
     missing = [index for index in range(indices) if not present.get(index)]
     plan = {
         index: holders[index]
         for index in missing
-        if index < len(holders) and holders[index] not in taken
+        if index < len(holders) and holders[index] in nodes and holders[index] not in taken
     }
     strays = [index for index in missing if index not in plan]
     if not strays:
         return plan
     taken.update(plan.values())
-    free = [node for node in dict.fromkeys((*holders, *sorted(nodes))) if node not in taken]
-    return plan | dict(zip(strays, free, strict=False))
+    free = [node for node in dict.fromkeys((*holders, *nodes)) if node in nodes]
+    free = [node for node in free if node not in taken]
+    crowd = Counter(nodes[node] for node in taken if node in nodes)
+    for index in strays[: len(free)]:
+        plan[index] = min(free, key=lambda node: crowd[nodes[node]])
+        free.remove(plan[index])
+        crowd[nodes[plan[index]]] += 1
+    return plan

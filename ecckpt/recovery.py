@@ -264,14 +264,14 @@ def _shard(rank: int, nodes: Mapping[str, list[Header]]) -> ShardReport:
             else:
                 fragments[header.index].append(node)
     assert chosen is not None
-    margin = _margin(chosen.k, homes, fragments)
+    margin = margin_of(chosen.k, homes, fragments)
     whole = bool(homes) and len(fragments) == chosen.n
     state: Class = "lost" if margin < 0 else "complete" if whole else "recoverable"
     table = {index: tuple(at) for index, at in sorted(fragments.items())}
     return ShardReport(rank, state, margin, chosen, tuple(homes), table)
 
 
-def _margin(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
+def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
     """Node losses that the shard survives, whichever nodes they are; never too many.
 
     All homes must go first. Then so many fragments that k - 1 are left, those with the fewest

@@ -31,25 +31,32 @@ class Repaired:
 
     ``fragments`` were to be made again, ``homes`` shards to be decoded for that. ``margin`` is how
     many more nodes the generation survives afterwards, ``complete`` whether nothing of it is
-    missing.
+    missing. ``steps`` says what was to be done, shard by shard.
     """
 
     generation: Generation
     fragments: int
     homes: int
     margin_before: int
+    steps: tuple[str, ...]
     margin: int = -1
     complete: bool = False
     problems: list[str] = field(default_factory=list)
 
 
 def repair_run(
-    run: str, agents: Sequence[AgentClient], *, memory_bytes: int = 0, timeout_s: float = 600.0
+    run: str,
+    agents: Sequence[AgentClient],
+    *,
+    memory_bytes: int = 0,
+    timeout_s: float = 600.0,
+    dry_run: bool = False,
 ) -> Repaired:
     """Make again what nodes lack of the generation that a restart would take.
 
     Every shard is encoded by a node that has it whole, or that decodes it first; the others pull
     what they shall hold. ``memory_bytes`` is the run's budget on a node (0: the agents' default).
+    With ``dry_run`` nothing is done.
     Raises ``NothingToRestore`` if there is no such generation, and what the clients raise if an
     agent does not answer: what it holds would be made twice.
     """
@@ -67,7 +74,11 @@ def repair_run(
         fragments=sum(len(way.repair) for _, way in ways),
         homes=sum(not way.local for _, way in ways),
         margin_before=chosen.margin,
+        steps=tuple(_step(home, way) for home, way in ways),
     )
+    if dry_run:
+        done.margin, done.complete = chosen.margin, chosen.state == "complete"
+        return done
     deadline_s = time.monotonic() + timeout_s
 
     def ask(job: tuple[str, Way]) -> None:
@@ -100,10 +111,11 @@ def _placement(chosen: GenerationReport, infos: Mapping[str, wire.NodeInfo]) -> 
     """Who holds for whom; where there are too few nodes for the code, whoever has room."""
     sample = next(shard.header for shard in chosen.shards if shard.header is not None)
     code = Code(sample.k, sample.m, holders=sample.n)
+    nodes = tuple(Node(node, info.domain) for node, info in infos.items())
     try:
-        return plan_placement([Node(node, info.domain) for node, info in infos.items()], code)
+        return plan_placement(nodes, code)
     except TooFewNodes:
-        return Placement(code, (), dict.fromkeys(infos, ()), 0, 0)
+        return Placement(code, (nodes,), dict.fromkeys(infos, ()), 0, 0)
 
 
 def _ways(
@@ -123,6 +135,12 @@ def _ways(
             busy[home] += 1
             ways.append((home, way))
     return ways
+
+
+def _step(home: str, way: Way) -> str:
+    targets = ", ".join(f"fragment {target.index} to {target.node}" for target in way.repair)
+    where = f"from {home}" if way.local else f"decoded at {home}"
+    return f"rank {way.header.shard.rank}, {where}: {targets or 'no fragments'}"
 
 
 def _home(shard: ShardReport, nodes: Mapping[str, str], busy: Counter[str]) -> str | None:

@@ -128,6 +128,13 @@ class LocalCluster:
                 self._end(node)
         self._launch(nodes)
 
+    def empty(self, *nodes: str) -> None:
+        """Lose hosts, and bring them up again with nothing in memory: same names and addresses."""
+        for node in nodes:
+            address = self.client(node).node().address
+            self.kill(node)
+            self._launch([node], listen=address)
+
     def replace(self, *nodes: str) -> list[str]:
         """Put new, empty hosts in the places of lost ones; returns their names."""
         fresh = []
@@ -165,14 +172,14 @@ class LocalCluster:
         """Wait until the node's agent has ended by itself; its exit status."""
         return self._processes[node].wait(timeout_s)
 
-    def _launch(self, nodes: Iterable[str]) -> None:
+    def _launch(self, nodes: Iterable[str], *, listen: str = "127.0.0.1:0") -> None:
         nodes = list(nodes)
         for node in nodes:
             config = NodeConfig(
                 self.root(node),
                 node,
                 self._domains[node],
-                "127.0.0.1:0",
+                listen,
                 None,
                 self._engine,
                 self._disk,

@@ -21,7 +21,7 @@ from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
 from ecckpt.lineage import RollBack
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 
@@ -145,7 +145,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Please hold this fragment: pull it from ``source`` and verify it against ``table``."""
+    """Please hold this fragment: pull it from ``source`` and verify it against ``table``.
+
+    For a ``repair`` nothing else is dropped.
+    """
 
     header: Header
     writer: int
@@ -154,6 +157,7 @@ class Hold:
     memory_bytes: int
     timeout_s: float
     discard: tuple[Generation, ...]
+    repair: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,56 @@ class Held:
     index: int
     node: str
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node of a group: where it is, and what it fails together with."""
+
+    node: str
+    domain: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Watch over the home copies of a run on this node, and re-make what their holders lose.
+
+    ``members`` are the other nodes of the group in ring order: the first ``holders`` of them keep
+    fragments 0, 1, ...; the others may take what a lost one had. ``local_ranks`` have their home
+    here; ``memory_bytes`` is the run's budget on each node (0: the agent's default), of which a
+    repair leaves what saves need. ``timeout_s`` is for the repair of one shard.
+    """
+
+    run: str
+    writer: int
+    members: tuple[Member, ...]
+    holders: int
+    local_ranks: int
+    memory_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A home asks another node whether it lives, and what it has of these shards."""
+
+    run: str
+    shards: tuple[ShardId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a node has of the shards it was asked about, in their order: indices (-1: home copy).
+
+    ``coming`` are fragments that it is about to pull, or pulling; ``committed`` is the newest
+    generation that it was told of.
+    """
+
+    node: str
+    committed: Generation | None
+    held: tuple[tuple[int, ...], ...]
+    coming: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,7 @@ def test_archives_that_are_none():
         data[30:],
         data.replace(b"FloatStorage", b"FlootStorage"),
         data.replace(b"K\x03\x85", b"K\x09\x85"),  # a shape beyond the storage
+        bytes(archive(torch.device("cuda", 1))).replace(b"cuda", b"cu;a"),
         packed.getvalue(),
         big.getvalue(),
     ):

@@ -228,12 +228,13 @@ def damages(draw):
     indices = draw(st.integers(len(holders), 9))
     sets = st.sets(st.sampled_from(ids), max_size=2)
     present = draw(st.dictionaries(st.integers(0, 8), sets))
+    living = draw(st.sets(st.sampled_from(ids)))
     return {
         "home": home,
         "indices": indices,
         "present": present,
         "holders": holders,
-        "nodes": ids,
+        "nodes": {node: draw(st.sampled_from("abc")) for node in ids if node in living},
     }
 
 
@@ -257,7 +258,8 @@ def test_repair_never_puts_two_pieces_of_a_shard_on_one_node(damage):
 def test_repair_goes_to_the_regular_holder_wherever_that_is_free(damage):
     plan = plan_repair(**damage)
     for index, holder in enumerate(damage["holders"]):
-        if not damage["present"].get(index) and holder not in taken_by(damage):
+        missing = not damage["present"].get(index)
+        if missing and holder in damage["nodes"] and holder not in taken_by(damage):
             assert plan[index] == holder
 
 
@@ -273,7 +275,32 @@ def test_repair_leaves_out_only_what_finds_no_node(damage):
 def test_a_whole_shard_needs_no_repair():
     holders = ("n1", "n2", "n3")
     present = {at: {node} for at, node in enumerate(holders)}
-    damage = {"home": "n0", "indices": 3, "present": present, "holders": holders}
-    assert plan_repair(**damage, nodes=("n0", *holders)) == {}
+    nodes = {node: node for node in ("n0", *holders)}
+    damage = {"home": "n0", "indices": 3, "present": present, "holders": holders, "nodes": nodes}
+    assert plan_repair(**damage) == {}
     del present[1]
-    assert plan_repair(**damage, nodes=("n0", *holders)) == {1: "n2"}
+    assert plan_repair(**damage) == {1: "n2"}
+
+
+def test_a_stray_fragment_goes_to_the_domain_with_the_least_of_the_shard():
+    domains = {"n0": "a", "n1": "b", "n2": "c", "n3": "b", "n4": "a", "n5": "c", "n6": "d"}
+    lost = {"n2"}
+    plan = plan_repair(
+        home="n0",
+        indices=3,
+        present={0: ["n1"]},
+        holders=("n1", "n2", "n3"),
+        nodes={node: domain for node, domain in domains.items() if node not in lost},
+    )
+    assert plan == {2: "n3", 1: "n5"}  # b has two pieces, a the home copy; the first of c and d
+
+
+@pytest.mark.parametrize("count", [6, 8, 11, 13, 24])
+def test_a_ring_begins_with_the_holders_and_has_the_whole_group(count):
+    nodes = [Node(f"n{at}", f"d{at % 4}") for at in range(count)]
+    placement = plan_placement(nodes, parse_code((3, 2), count))
+    for group in placement.groups:
+        for node in group:
+            ring = [each.id for each in placement.ring(node.id)]
+            assert tuple(ring[:5]) == placement.holders[node.id]
+            assert {*ring, node.id} == {each.id for each in group}

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from ecckpt import wire
-from ecckpt.agent import app, daemon
+from ecckpt.agent import app, daemon, metrics
 from ecckpt.agent.app import Application
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
@@ -49,7 +49,8 @@ def verbs():
 def literals():
     """Return the paths and last parts that app.py compares with."""
     code = Path(app.__file__).read_text()
-    return set(re.findall(r'"(/v1/\w+)"', code)), set(re.findall(r'\] [!=]= "(\w+)"', code))
+    whole = re.findall(r'"(/v1/\w+|/metrics)"', code)
+    return set(whole), set(re.findall(r'\] [!=]= "(\w+)"', code))
 
 
 def section(document, start, end):
@@ -75,7 +76,7 @@ def test_every_verb_is_in_both():
 
 def test_every_other_path_is_in_both():
     whole, parts = literals()
-    assert whole == {"/v1/node", "/v1/status", "/v1/shutdown"}
+    assert whole == {"/v1/node", "/v1/status", "/v1/shutdown", "/metrics"}
     looks = {f"/v1/runs/{{run}}/{look}" for look in ("inventory", "trace")}
     paths = whole | looks | {f"{SHARD}/table", f"{SHARD}/shard"}
     assert {"inventory", "trace", "table", "shard"} <= parts
@@ -95,6 +96,11 @@ def test_no_path_is_made_up():
         f"{SHARD}/shard",
         f"{SHARD}/fragments/{{index}}",
     }
+
+
+def test_every_metric_is_in_the_document():
+    for name, *_ in metrics._METRICS:
+        assert f"`{name}`" in TEXT
 
 
 def test_every_status_is_in_both():

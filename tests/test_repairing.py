@@ -1,5 +1,7 @@
 """Nodes were lost and replaced, no training runs: the margin comes back."""
 
+import re
+
 import pytest
 from worlds import World, same_state, states_for
 
@@ -30,6 +32,10 @@ def test_what_replaced_nodes_lack_is_made_again(
     assert (done.margin, done.complete, done.problems) == (3, True, [])
     cluster6.kill("n0", "n2", "n4")
     cluster6.replace("n0", "n2", "n4")
+    assert main(["repair", "test", "--dry-run", *cluster6.addresses()]) == 1
+    out = capsys.readouterr().out
+    assert "survived 0 more node losses, now 0" in out
+    assert re.search("rank 0, decoded at n0.*: fragment . to n", out)
     assert main(["repair", "test", *cluster6.addresses()]) == 0
     assert "survived 0 more node losses, now 3" in capsys.readouterr().out
     cluster6.kill(*cluster6.nodes[:3])

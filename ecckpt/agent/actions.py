@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ecckpt import wire
 from ecckpt.agent.ledger import Entry
+from ecckpt.agent.vigil import Sight, Vigil
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class Job:
     """Protecting one shard; ``home`` is its home copy until the job has ended.
 
-    ``deadline_s`` comes nearer once enough fragments are held.
+    ``deadline_s`` comes nearer once enough fragments are held. A ``repair`` is of a shard that was
+    protected before: it gives way to everything else.
     """
 
     message: wire.Protect
@@ -40,6 +42,7 @@ class Job:
     problems: list[str] = field(default_factory=list)
     encode_s: float = 0.0
     protected_s: float = 0.0
+    repair: bool = False
 
     @property
     def ended(self) -> bool:
@@ -107,10 +110,10 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Tell the core ``Due(job)`` at that time, or soon after."""
+    """Tell the core ``Due(task)`` at that time, or soon after."""
 
     at_s: float
-    job: Job
+    task: Job | Vigil
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,19 @@ class Post:
     node: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a node what it has. Its result is a ``wire.Presence``. ``at_s`` is when this was decided.
+
+    Nothing hangs on a single answer: patience of a few seconds is enough.
+    """
+
+    vigil: Vigil
+    sight: Sight
+    message: wire.Probe
+    at_s: float
+
+
 # -- the same, but nobody waits for the disk: one thread of its own does them, in order -----------
 
 
@@ -233,7 +249,7 @@ class Record:
 Small = Seal | Recycle | Discard | Wake | Warn
 Answer = Reply | Refuse
 Behind = Write | Remove | Record
-Large = Remember | Allocate | Encode | Pull | Gather | Post | Behind
+Large = Remember | Allocate | Encode | Pull | Gather | Post | Ask | Behind
 Action = Small | Answer | Large
 
 # -- events ---------------------------------------------------------------------------------------
@@ -247,6 +263,7 @@ Request = (
     | wire.Commit
     | wire.Fence
     | wire.Fetch
+    | wire.Guard
     | wire.Store
     | wire.Retain
 )
@@ -272,7 +289,12 @@ class Failed:
 class Due:
     """The time that a ``Wake`` named has come."""
 
-    job: Job
+    task: Job | Vigil
 
 
-Event = Request | Finished | Failed | Due
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The agent serves from now on: what an earlier process left has been entered."""
+
+
+Event = Request | Finished | Failed | Due | Begun

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ecckpt import wire
+from ecckpt.agent import metrics
 from ecckpt.agent.node import Agent
 from ecckpt.errors import (
     EcckptError,
@@ -85,6 +86,7 @@ class Application:
             "held": (wire.Held, agent.held),
             "commit": (wire.Commit, agent.commit),
             "fence": (wire.Fence, agent.fence),
+            "probe": (wire.Probe, agent.probe),
             "store": (wire.Store, agent.store),
             "retain": (wire.Retain, agent.retain),
             "verify": (wire.Verify, agent.verify),
@@ -96,6 +98,7 @@ class Application:
             "protect": (wire.Protect, agent.protect),
             "watch": (wire.Watch, agent.watch),
             "fetch": (wire.Fetch, agent.fetch),
+            "guard": (wire.Guard, agent.guard),
             "slot": (ShardId, agent.slot),
             "spans": (wire.Spans, agent.spans),
         }
@@ -133,6 +136,8 @@ class Application:
             return _message(self._agent.info)
         if path == "/v1/status":
             return 200, "application/json", json.dumps(self._agent.status()).encode()
+        if path == "/metrics":
+            return 200, metrics.KIND, metrics.exposition(self._agent.status()).encode()
         run = _RUN.fullmatch(path)
         if run and run["verb"] == "inventory":
             return _message(self._agent.inventory(run["run"]))

@@ -4,11 +4,11 @@ A driver hands in requests and the ends of actions, one at a time, and performs 
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
     Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch,
-    Store, Retain                                                 requests (wire.py)
-    Finished, Failed, Due                                  ends of actions, alarms (actions.py)
+    Guard, Store, Retain                                          requests (wire.py)
+    Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
-hold.py, fetch.py, store.py; ledgers.py about files.
+hold.py, fetch.py, guard.py, store.py; ledgers.py about files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ecckpt import wire
 from ecckpt.agent.actions import (
     Action,
     Allocate,
+    Ask,
+    Begun,
     Behind,
     Due,
     Encode,
@@ -41,6 +43,7 @@ from ecckpt.agent.actions import (
     Write,
 )
 from ecckpt.agent.fetch import Fetcher, slot_of
+from ecckpt.agent.guard import Guardian
 from ecckpt.agent.hold import Holder
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
@@ -75,6 +78,7 @@ class Core:
         self._protector = Protector(self.ledgers, address=address)
         self._holder = Holder(self.ledgers)
         self._fetcher = Fetcher(self.ledgers)
+        self.guardian = Guardian(self.ledgers, self._protector, budget_bytes=budget_bytes)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at that time. Raises an ``EcckptError`` to refuse a request.
@@ -83,14 +87,22 @@ class Core:
         """
         match event:
             case Finished(action, result) if isinstance(action, Behind):
-                return self._done_on_disk(action, result)
+                actions = self._done_on_disk(action, result)
             case Finished(action, result):
-                return self._finished(action, result, now_s)
+                actions = self._finished(action, result, now_s)
             case Failed(action, error):
-                return self._failed(action, error, now_s)
-            case Due(job):
-                return self._protector.due(job, now_s)
-        return self._requested(event, now_s)
+                actions = self._failed(action, error, now_s)
+            case Due(task):
+                actions = (
+                    self._protector.due(task, now_s)
+                    if isinstance(task, Job)
+                    else self.guardian.due(task, now_s)
+                )
+            case Begun():
+                actions = self.guardian.resume(now_s)
+            case _:
+                actions = self._requested(event, now_s)
+        return [*actions, *self.guardian.review(now_s)]
 
     def progress(self, shard: ShardId) -> wire.Progress:
         """How far a shard is."""
@@ -102,6 +114,16 @@ class Core:
         if entry.table is None:
             raise InvalidMessage(f"{shard} is still being staged")
         return entry
+
+    def presence(self, message: wire.Probe) -> wire.Presence:
+        """What is here of the shards that another node asks about, and what is about to be."""
+        ledger = self.ledgers.look(message.run)
+        return wire.Presence(
+            node=self._node,
+            committed=ledger.committed,
+            held=tuple(tuple(ledger.held(shard)) for shard in message.shards),
+            coming=tuple(tuple(self._holder.coming(shard)) for shard in message.shards),
+        )
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -123,9 +145,17 @@ class Core:
                 actions = self._fence(request)
             case wire.Fetch():
                 actions = self._fetcher.start(request)
-            case wire.Store() | wire.Retain():
-                actions = self.storekeeper.asked(request)
+            case wire.Guard() | wire.Store() | wire.Retain():
+                actions = self._asked_behind(request, now_s)
         return actions
+
+    def _asked_behind(
+        self, request: wire.Guard | wire.Store | wire.Retain, now_s: float
+    ) -> list[Action]:
+        """What goes on behind the saves."""
+        if isinstance(request, wire.Guard):
+            return self.guardian.start(request, now_s)
+        return self.storekeeper.asked(request)
 
     def _reserve(self, message: wire.Reserve) -> list[Action]:
         header = message.header
@@ -186,6 +216,7 @@ class Core:
     # -- ends of actions --------------------------------------------------------------------------
 
     def _finished(self, action: object, result: Any, now_s: float) -> list[Action]:
+        actions: list[Action] = []  # a message has arrived
         match action:
             case Remember(run, answers):
                 return self._remembered(run, result, answers=answers)
@@ -196,8 +227,10 @@ class Core:
             case Pull(taking):
                 return self._holder.pulled(taking, result)
             case Gather(fetching):
-                return self._fetcher.gathered(fetching, result)
-        return []  # a message has arrived
+                actions = self._fetcher.gathered(fetching, result)
+            case Ask():
+                actions = self.guardian.answered(action, result, now_s)
+        return actions
 
     def _done_on_disk(self, action: Behind, result: Any) -> list[Action]:
         match action:
@@ -244,6 +277,8 @@ class Core:
                 actions = [Refuse(error)]
             case Write():
                 actions = self.storekeeper.failed(action, error)
+            case Ask():
+                actions = self.guardian.missed(action, now_s)
             case Record(run):
                 actions = self.ledgers.recorded(run, None)
             case Post(message=wire.Hold(header=header), job=Job() as job, node=node):

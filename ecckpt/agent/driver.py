@@ -23,6 +23,8 @@ from ecckpt import wire
 from ecckpt.agent.actions import (
     Allocate,
     Answer,
+    Ask,
+    Begun,
     Behind,
     Discard,
     Due,
@@ -70,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 _READING = "disk, for now"
 
-_THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16}
+_THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16, Ask: 8}
 
 
 class Driver:
@@ -120,6 +122,10 @@ class Driver:
             except Exception as error:
                 ledgers.rejected[UNREADABLE_DISK] = str(error)
                 _log.exception("the disk cannot be read")
+
+    def begin(self) -> None:
+        """Take up what needs no request."""
+        self._begin(Begun())
 
     def files(self) -> list[DiskFile]:
         """What is on disk now."""
@@ -193,8 +199,8 @@ class Driver:
                 seal(entry)
             case Recycle() | Discard():
                 self._shelf.let_go(action)
-            case Wake(at_s, job):
-                self._alarm.set(at_s, Due(job))
+            case Wake(at_s, task):
+                self._alarm.set(at_s, Due(task))
             case Warn(text):
                 _log.warning("%s", text)
 
@@ -204,7 +210,9 @@ class Driver:
                 return Finished(action, self._result_on_disk(action))
             return Finished(action, self._result(action))
         except (EcckptError, OSError) as error:
-            if not isinstance(action, Allocate | Write):  # which the core has its own words for
+            if not isinstance(
+                action, Allocate | Ask | Write
+            ):  # which the core has its own words for
                 _log.warning("%s failed: %s", type(action).__name__.lower(), error)
             return Failed(action, error)
         except Exception as error:
@@ -214,6 +222,7 @@ class Driver:
             return Failed(action, EcckptError(text))
 
     def _result(self, action: Large) -> object:
+        result: object = None
         match action:
             case Remember(run):
                 with self.changed:  # the newest notes, whoever comes last
@@ -229,10 +238,12 @@ class Driver:
             case Pull(taking):
                 return self._network.pull(taking)
             case Gather(fetching):
-                return self._network.gather(fetching)
+                result = self._network.gather(fetching)
             case Post():
                 self._network.post(action)
-        return None
+            case Ask():
+                result = self._network.ask(action)
+        return result
 
     def _result_on_disk(self, action: Behind) -> object:
         assert self._disk is not None

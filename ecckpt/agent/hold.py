@@ -11,6 +11,7 @@ from ecckpt.agent.ledger import Entry
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.errors import Fenced, InvalidMessage, RequestRefused
 from ecckpt.fragment import HOME, parse_table
+from ecckpt.generation import ShardId
 
 if TYPE_CHECKING:
     from ecckpt.tiers.memory import Region
@@ -26,7 +27,12 @@ class Holder:
     def __init__(self, ledgers: Ledgers) -> None:
         self._ledgers = ledgers
         self._waiting: deque[Taking] = deque()
-        self._pulls = 0
+        self._pulling: list[Taking] = []
+
+    def coming(self, shard: ShardId) -> list[int]:
+        """Fragments of a shard that are not here yet, but on their way."""
+        takings = [taking.message.header for taking in (*self._waiting, *self._pulling)]
+        return sorted({header.index for header in takings if header.shard == shard})
 
     def start(self, message: wire.Hold) -> list[Action]:
         """Queue the work; ``Held`` goes to the source when it is done."""
@@ -35,7 +41,7 @@ class Holder:
             raise InvalidMessage("a home copy is fetched, not held")
         self._ledgers.look(header.shard.run).check(message.writer)
         table = parse_table(message.table, header, f"table of {header.shard}")
-        queued = len(self._waiting) + self._pulls
+        queued = len(self._waiting) + len(self._pulling)
         if queued >= _QUEUE_LIMIT:
             raise RequestRefused(self._ledgers.node, 503, f"{queued} fragments are queued")
         admitted = self._ledgers.admit(header.shard.run, message.writer)
@@ -75,9 +81,9 @@ class Holder:
     def _next(self) -> list[Action]:
         """Begin what is queued, as far as places are free."""
         actions: list[Action] = []
-        while self._waiting and self._pulls < PULLS:
-            self._pulls += 1
-            actions += self._begin(self._waiting.popleft())
+        while self._waiting and len(self._pulling) < PULLS:
+            self._pulling.append(self._waiting.popleft())
+            actions += self._begin(self._pulling[-1])
         return actions
 
     def _begin(self, taking: Taking) -> list[Action]:
@@ -87,8 +93,13 @@ class Holder:
         present = self._ledgers.look(run).find(header.shard, header.index)
         if present is not None and present.header.same_shard(header):
             return actions + self._end(taking, "")
+        ledger = self._ledgers.look(run)
+        if message.repair and ledger.is_outdated(header.shard.generation, ledger.committed):
+            return actions + self._end(taking, f"{ledger.committed} is committed")
         what = f"fragment {header.index} of {header.shard}"
-        return [*actions, Allocate(run, header.file_bytes, message.memory_bytes, what, taking)]
+        size_bytes, budget_bytes = header.file_bytes, message.memory_bytes
+        allocate = Allocate(run, size_bytes, budget_bytes, what, taking, again=message.repair)
+        return [*actions, allocate]
 
     def _end(self, taking: Taking, problem: str) -> list[Action]:
         shard, index = taking.message.header.shard, taking.message.header.index
@@ -96,6 +107,6 @@ class Holder:
         if taking.region is not None:
             actions.append(Recycle(shard.run, taking.region))
             taking.region = None
-        self._pulls -= 1
+        self._pulling.remove(taking)
         answer = wire.Held(shard, index, self._ledgers.node, problem)
         return [*actions, Post(taking.message.source, answer), *self._next()]

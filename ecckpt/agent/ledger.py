@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ecckpt import wire
 from ecckpt.errors import Fenced
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation, ShardId
@@ -58,11 +59,12 @@ class Notes:
     restored: Generation | None = None
     roll_backs: tuple[RollBack, ...] = ()
     stored: tuple[Generation, ...] = ()
+    guard: wire.Guard | None = None
 
     @property
     def lasting(self) -> Notes:
         """What of it still means something when all memory is gone."""
-        return replace(self, committed=None)
+        return replace(self, committed=None, guard=None)
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +74,8 @@ class Ledger:
     ``noted`` is what was last written down of it, ``recorded`` the same on disk, where it is
     ``recording`` at most once at a time.
     ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
-    is what is on this node's disk, ``damaged`` what of it was found bad, and why.
+    is what is on this node's disk, ``damaged`` what of it was found bad, and why. ``guard`` says
+    who holds for this node's ranks.
     """
 
     run: str
@@ -81,6 +84,7 @@ class Ledger:
     restored: Generation | None = None
     roll_backs: tuple[RollBack, ...] = ()
     stored: tuple[Generation, ...] = ()
+    guard: wire.Guard | None = None
     noted: Notes = field(default_factory=Notes)
     recorded: Notes = field(default_factory=Notes)
     recording: bool = False
@@ -93,7 +97,9 @@ class Ledger:
     @property
     def notes(self) -> Notes:
         """What should be written down of it now."""
-        return Notes(self.fence, self.committed, self.restored, self.roll_backs, self.stored)
+        return Notes(
+            self.fence, self.committed, self.restored, self.roll_backs, self.stored, self.guard
+        )
 
     def believe(self, notes: Notes) -> None:
         """Take over what an earlier process wrote down, where it knew more."""
@@ -101,6 +107,7 @@ class Ledger:
             self.restored = notes.restored or self.restored
         self.fence = max(self.fence, notes.fence)
         self.committed = notes.committed or self.committed
+        self.guard = notes.guard or self.guard
         self.stored = max(self.stored, notes.stored, key=lambda stored: stored[-1:])
         self.learn(notes.roll_backs)
 
@@ -127,6 +134,12 @@ class Ledger:
         """The entry of that fragment (or home copy), sealed or not."""
         return self.entries.get((shard, index))
 
+    def held(self, shard: ShardId) -> list[int]:
+        """Indices of what is complete here of a shard, in memory or on disk (-1: home copy)."""
+        found = {entry.header.index for entry in self._sealed() if entry.header.shard == shard}
+        on_disk = self.files.keys() - self.damaged.keys()
+        return sorted(found | {index for each, index in on_disk if each == shard})
+
     def inventory(self, node: str) -> Inventory:
         """Everything sealed, as recovery sees it."""
         return Inventory(
@@ -148,6 +161,20 @@ class Ledger:
         self.check(generation.timeline)
         if self.committed is None or generation > self.committed:
             self.committed = generation
+
+    def guarded(self) -> list[Entry]:
+        """Home copies that holders must not lose: what is committed, what the run went back to.
+
+        The newest generation first.
+        """
+        homes = [
+            entry
+            for entry in self._sealed()
+            if entry.header.index == HOME
+            and entry.header.shard.generation in (self.committed, self.restored)
+        ]
+        homes.sort(key=lambda entry: entry.header.shard.rank)
+        return sorted(homes, key=lambda entry: entry.header.shard.generation, reverse=True)
 
     def outdated(self) -> list[Entry]:
         """What is older than the committed generation.

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ecckpt import wire
-from ecckpt.agent.actions import Fetching, Gathered, Post, Taking
+from ecckpt.agent.actions import Ask, Fetching, Gathered, Post, Taking
 from ecckpt.agent.coding import (
     bad_blocks,
     data_views,
@@ -26,6 +26,7 @@ from ecckpt.tracing import Tracer
 from ecckpt.transport.http import patience
 
 _POST_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 2.0
 _PARALLEL_PULLS = 8
 # Holders that are slower than others by that much are left, where others can be asked.
 _LAG_LEAST_S = 2.0
@@ -52,6 +53,11 @@ class Network:
                 client.hold(hold)
             case wire.Held() as held:
                 client.held(held)
+
+    def ask(self, action: Ask) -> wire.Presence:
+        """What a node has; raises what the client raises."""
+        address = action.sight.address
+        return peer_client(address, self._token, timeout_s=_ASK_TIMEOUT_S).probe(action.message)
 
     def pull(self, taking: Taking) -> int:
         """Pull a fragment into its region; returns how many of its blocks are not right."""

@@ -14,6 +14,7 @@ from ecckpt.agent.core import Core
 from ecckpt.agent.disk import Disk
 from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
+from ecckpt.agent.guard import Watched
 from ecckpt.agent.network import Network
 from ecckpt.agent.pace import Pace, pace_of
 from ecckpt.agent.shelf import Shelf
@@ -69,6 +70,7 @@ class Agent:
         network = Network(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
         self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
         self._driver.adopt(patience_s=_PATIENCE_S)
+        self._driver.begin()
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
         if self._disk is not None and scrub_bytes_per_s:
             Scrub(self._driver, bytes_per_s=scrub_bytes_per_s).start()
@@ -117,6 +119,10 @@ class Agent:
     def fetch(self, message: wire.Fetch) -> wire.Fetched:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
+
+    def guard(self, message: wire.Guard) -> wire.Done:
+        """Watch over the home copies here from now on."""
+        return cast(wire.Done, self._driver.ask(message))
 
     def repair(self, message: wire.Repair) -> wire.Done:
         """Bring the shard here, if it is not, and have what is missing held; that goes on."""
@@ -168,6 +174,11 @@ class Agent:
                 if (now.state, now.committed) != known or left_s <= 0:
                     return now
                 self._changed.wait(left_s)
+
+    def probe(self, message: wire.Probe) -> wire.Presence:
+        """What is here of these shards."""
+        with self._changed:
+            return self.core.presence(message)
 
     def verify(self, message: wire.Verify) -> wire.Verified:
         """Check every block of a file, here."""
@@ -250,6 +261,7 @@ class Agent:
         homes = [header for header in inventory.headers if header.index == HOME]
         with self._changed:
             storing = self.core.storekeeper.stored(run)
+            watched = self.core.guardian.watched(run)
             ledger = self.core.ledgers.look(run)
             damaged = {ledger.files[key].path.name: why for key, why in ledger.damaged.items()}
         return {
@@ -258,6 +270,7 @@ class Agent:
             "home_copies": len(homes),
             "fragments": len(inventory.headers) - len(homes),
             "generations": sorted({str(header.shard.generation) for header in inventory.headers}),
+            "guard": _guard_status(watched) if watched else None,
             "used_bytes": self.shelf.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],
             "disk_files": len(inventory.disk),
@@ -267,6 +280,18 @@ class Agent:
             "damaged": damaged,
             "rejected": dict(inventory.rejected),
         }
+
+
+def _guard_status(watched: Watched) -> dict[str, Any]:
+    return {
+        "generation": str(watched.generation),
+        "margin": watched.margin,
+        "missing": watched.missing,
+        "lost": list(watched.lost),
+        "repairing": str(watched.repairing or ""),
+        "repaired": watched.repaired,
+        "problem": watched.problem,
+    }
 
 
 def _instance(root: Path, node: str) -> str:

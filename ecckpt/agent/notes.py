@@ -6,6 +6,7 @@ from typing import Any
 
 import msgpack
 
+from ecckpt import wire
 from ecckpt.agent.ledger import Notes
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.fragment import crc32c
@@ -21,6 +22,7 @@ def pack_notes(notes: Notes) -> bytes:
         "restored": str(notes.restored or ""),
         "roll_backs": [[each.timeline, str(each.target)] for each in notes.roll_backs],
         "stored": [str(each) for each in notes.stored],
+        "guard": wire.pack(notes.guard) if notes.guard else b"",
     }
     body: bytes = msgpack.packb(fields)
     return crc32c(body).to_bytes(4, "little") + body
@@ -44,6 +46,7 @@ def unpack_notes(raw: bytes, where: str) -> Notes:
             Generation.parse(fields["restored"]) if fields["restored"] else None,
             in_force(roll_backs),
             tuple(Generation.parse(each) for each in fields.get("stored", ())),
+            wire.unpack(wire.Guard, fields["guard"]) if fields.get("guard") else None,
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InvalidMessage(f"{where}: no run state: {error}") from error

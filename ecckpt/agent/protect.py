@@ -8,6 +8,7 @@ everything from files; nothing is sent to anybody who did not ask for it.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,14 +52,16 @@ class Protector:
         self._ledgers = ledgers
         self._address = address
         self._jobs: dict[ShardId, Job] = {}
+        self._repair: Job | None = None  # of a shard that has, or had, a job of its own
 
     def start(self, message: wire.Protect, now_s: float) -> list[Action]:
-        """Begin (or begin again, for the fragments it names)."""
+        """Begin (or begin again, for the fragments it names). A repair gives way."""
         self._ledgers.look(message.shard.run).check(message.writer)
         home = self._ledgers.find(message.shard, HOME)
         actions = self._ledgers.admit(message.shard.run, message.writer)
         if (older := self._jobs.get(message.shard)) and not older.ended:
-            actions += self._replace(older, now_s)
+            actions += self._stop(older, "begun again", now_s)
+        actions += self.stop_repair(now_s)
         ended = [shard for shard, job in self._jobs.items() if job.ended]
         for shard in ended[: max(0, len(self._jobs) - _KEPT_JOBS)]:
             del self._jobs[shard]
@@ -66,6 +69,43 @@ class Protector:
         self._jobs[message.shard] = job
         home.pins += 1
         return [*actions, Reply(wire.Done()), *self._prepare(job, home, now_s)]
+
+    def repair(self, message: wire.Protect, now_s: float) -> tuple[Job, list[Action]]:
+        """Begin to make fragments of a sealed home copy again: one shard at a time.
+
+        Only while nothing else is under way (``busy``), and nothing is dropped for it.
+        """
+        home = self._ledgers.find(message.shard, HOME)
+        assert home.table is not None
+        assert not self.busy
+        job = Job(message, home, now_s, now_s + message.timeout_s, repair=True)
+        self._repair = job
+        home.pins += 1
+        return job, self._prepare(job, home, now_s)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save, or a repair, is under way here."""
+        jobs = [*self._jobs.values(), *([self._repair] if self._repair else [])]
+        return any(not job.ended for job in jobs)
+
+    def stop_repair(self, now_s: float) -> list[Action]:
+        """Something else goes first."""
+        if self._repair is None or self._repair.ended:
+            return []
+        return self._stop(self._repair, "a save goes first", now_s)
+
+    def ended_s(self, shard: ShardId) -> float:
+        """When the last job of a shard ended: what its holders said before may be out of date."""
+        jobs = [self._jobs.get(shard), self._repair]
+        return max(
+            (
+                job.started_s + job.protected_s
+                for job in jobs
+                if job is not None and job.message.shard == shard
+            ),
+            default=-math.inf,
+        )
 
     def progress(self, shard: ShardId) -> wire.Progress:
         """How far a shard is."""
@@ -114,10 +154,11 @@ class Protector:
 
     def held(self, message: wire.Held, now_s: float) -> list[Action]:
         """A holder's answer."""
-        job = self._jobs.get(message.shard)
-        if job is None:
-            return []
-        return self.answer(job, message.index, message.node, message.problem, now_s)
+        actions: list[Action] = []
+        for job in (self._jobs.get(message.shard), self._repair):
+            if job is not None and job.message.shard == message.shard:
+                actions += self.answer(job, message.index, message.node, message.problem, now_s)
+        return actions
 
     def answer(self, job: Job, index: int, node: str, problem: str, now_s: float) -> list[Action]:
         """A fragment is held, or will not be; ignored if nobody waits for it."""
@@ -152,8 +193,8 @@ class Protector:
         if not header.m:
             return [Encode(job)]
         what = f"the parity of {header.shard}"
-        size_bytes = parity_region_bytes(header)
-        return [Allocate(header.shard.run, size_bytes, job.message.memory_bytes, what, job)]
+        size_bytes, budget_bytes = parity_region_bytes(header), job.message.memory_bytes
+        return [Allocate(header.shard.run, size_bytes, budget_bytes, what, job, again=job.repair)]
 
     def _scatter(self, job: Job, header: Header, table: np.ndarray, now_s: float) -> list[Action]:
         message = job.message
@@ -173,6 +214,7 @@ class Protector:
                     memory_bytes=message.memory_bytes,
                     timeout_s=message.timeout_s,
                     discard=message.discard,
+                    repair=job.repair,
                 ),
                 job,
                 target.node,
@@ -189,12 +231,14 @@ class Protector:
             failed = True
         job.state = "failed" if failed else "protected"
         problem = "; ".join(job.problems[:4])
-        warning = [Warn(f"protecting {job.message.shard} failed: {problem}")] if failed else []
+        what = "repairing" if job.repair else "protecting"
+        warning = [Warn(f"{what} {job.message.shard} failed: {problem}")] if failed else []
         return warning + self._let_go(job)
 
-    def _replace(self, job: Job, now_s: float) -> list[Action]:
-        """Its shard is protected anew. What is still encoded for it goes when that is done."""
-        job.problems.append("begun again")
+    def _stop(self, job: Job, why: str, now_s: float) -> list[Action]:
+        """End a job early. What is still encoded for it goes when that is done."""
+        job.problems.append(why)
+        job.protected_s = now_s - job.started_s
         if job.state == "encoding":
             job.state = "failed"
             return []

@@ -199,7 +199,7 @@ def _read_listing(folder: Path) -> _Listing:
         if len(data) > _METADATA_BYTES_MAX:
             raise ValueError(f"more than {_METADATA_BYTES_MAX:,} bytes")
         return _listing(_fields(read_opcodes(data), "Metadata"))
-    except (*MALFORMED, OSError, RecursionError) as error:
+    except (*MALFORMED, OSError, RuntimeError) as error:
         if isinstance(error, EcckptError):
             raise
         raise InvalidFolder(f"{path} cannot be read: {error!r:.200}") from error

@@ -62,7 +62,7 @@ def read_archive(buffer: memoryview, path: Path) -> Any:
         archive = _Archive(buffer)
         pickled = archive.pickle()
         return _Reader(archive, len(pickled)).value(read_opcodes(pickled), path)
-    except (*MALFORMED, zipfile.BadZipFile, struct.error, NotImplementedError) as error:
+    except (*MALFORMED, RuntimeError, zipfile.BadZipFile, struct.error) as error:
         if isinstance(error, InvalidFolder | UnsupportedState):
             raise
         raise InvalidFolder(

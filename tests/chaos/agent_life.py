@@ -176,12 +176,13 @@ class Life:
     def _hold(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 1, HELD)
         table = pack_table(coded(which, 1)[1])
+        source, budget_bytes = self._source, self._budget_bytes
         self._agent.hold(
-            wire.Hold(head, self._timeline, table, self._source, self._budget_bytes, 5.0, given_up)
+            wire.Hold(head, self._timeline, table, source, budget_bytes, 5.0, given_up, False)
         )
         deadline_s = time.monotonic() + WAIT_S
         core = self._agent.core
-        while core._holder._pulls and time.monotonic() < deadline_s:
+        while core._holder.coming(head.shard) and time.monotonic() < deadline_s:
             time.sleep(0.001)
         core.ledgers.find(head.shard, HELD)  # or NotHeld
 
