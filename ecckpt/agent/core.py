@@ -293,7 +293,8 @@ class Core:
         that ranks of any run have reserved ahead: they may have ended, and one that lives asks
         again.
         """
-        recalled = self.ledgers.recall(None if isinstance(error, TmpfsFull) else action.run)
+        run = None if isinstance(error, TmpfsFull) else action.run
+        recalled = self.ledgers.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]
         again = Allocate(

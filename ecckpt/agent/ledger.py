@@ -266,12 +266,13 @@ class Ledger:
     # -- on disk ----------------------------------------------------------------------------------
 
     def to_store(self, generation: Generation) -> list[Entry]:
-        """What is here of a generation, and not on disk."""
-        return [
+        """What is here of a generation, and not on disk: fragments first, which are what counts."""
+        found = [
             entry
             for entry in self._sealed()
             if entry.header.shard.generation == generation and entry.key not in self.files
         ]
+        return sorted(found, key=lambda entry: entry.header.index == HOME)
 
     def retain(self, generations: tuple[Generation, ...]) -> None:
         """Take note of what is on disk everywhere, and stays."""
