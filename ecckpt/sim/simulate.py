@@ -16,7 +16,7 @@ from ecckpt.placement import Code, Node, plan_placement
 from ecckpt.sim.faults import NONE, Faults, draw
 from ecckpt.sim.host import Host
 from ecckpt.sim.network import Network
-from ecckpt.sim.rank import header_for
+from ecckpt.sim.rank import Rank, header_for
 from ecckpt.sim.session import Rules, Session
 from ecckpt.sim.truth import Truth, Violation
 from ecckpt.sim.world import Actor, Steps, World, sleep
@@ -94,6 +94,7 @@ class Simulation:
         self._launcher = Actor(self.world)
         self._sessions = 0
         self._homes: list[str] = []
+        self._started: list[Rank] = []  # those of ended sessions that were out of reach, too
         self._quiet = False
 
     def run(self) -> Outcome:
@@ -157,6 +158,7 @@ class Simulation:
                 yield sleep(2.0)
                 continue
             self.session = session = self._session(hosts)
+            self._started += session.members
             session.begin()
             while not session.failed:
                 yield sleep(1.0)
@@ -169,9 +171,16 @@ class Simulation:
                 self.unsafe += self.truth.safe is None
                 self._commits += self.truth.commits
                 self._restores += self.truth.restores
+                self._end_ranks(lambda _: True)
                 for host in self.hosts.values():
                     host.tidy()  # or they would stop the new run (decision 13)
                 self.witness = self.truth = self._new_run()
+
+    def _end_ranks(self, chosen: Callable[[Rank], bool]) -> None:
+        for member in self._started:
+            if chosen(member):
+                member.kill()
+        self._started = [member for member in self._started if member.alive]
 
     def _answers(self, host: Host) -> bool:
         agent = host.agent
@@ -274,10 +283,7 @@ class Simulation:
         if not host.on:
             return
         host.lose()
-        if self.session is not None:
-            for member in self.session.members:
-                if member.host is host:
-                    member.kill()
+        self._end_ranks(lambda member: member.host is host)
 
         def back() -> None:
             host.on = True
