@@ -477,6 +477,8 @@ class Checkpointer:
         Raises:
             NothingToRestore: traces of the run were found but none of its generations can be
                 rebuilt, or there were none and ``resume="required"``.
+            NoRoomToRestore: a node has no memory for a shard; nothing was changed.
+            Fenced: another start of the run has begun meanwhile; this one must end.
             StateMismatch: the saved state does not fit; every path is named, nothing was changed.
             RankTimeout: a rank did not answer in time.
         """

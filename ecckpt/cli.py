@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_exchange(commands)
     _add_demo(commands)
+    _add_simulate(commands)
     return parser
 
 
@@ -192,6 +193,29 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--steps", type=int, default=12, help="training steps")
     demo.add_argument("--json", action="store_true", help="the last line is one JSON object")
     demo.set_defaults(act=_demo)
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate", help="run the real rules in simulated clusters, with faults drawn from seeds"
+    )
+    simulate.add_argument("--seed", type=int, default=0, help="the first one")
+    simulate.add_argument("--seeds", type=_count, default=1, metavar="N", help="how many (1)")
+    simulate.add_argument("--nodes", type=_nodes, default=64, metavar="N", help="3 to 2048 (64)")
+    simulate.add_argument("--json", action="store_true")
+    simulate.set_defaults(act=_simulate)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seeds")
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    if not text.isdecimal() or not 3 <= int(text) <= 2048:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes from 3 to 2048")
+    return int(text)
 
 
 def _agent(arguments: argparse.Namespace) -> int:
@@ -456,3 +480,25 @@ def _demo(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         as_json=arguments.json,
     )
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from ecckpt.sim.campaign import Tally, campaign, describe
+    from ecckpt.sim.simulate import Outcome
+
+    first, count = arguments.seed, arguments.seeds
+
+    def ended(outcome: Outcome, tally: Tally) -> None:
+        if arguments.json:
+            return
+        if count == 1 or outcome.violation:
+            print(describe(outcome), flush=True)
+        elif tally.seeds % 100 == 0:
+            print(tally, flush=True)
+
+    tally = campaign(range(first, first + count), arguments.nodes, ended=ended)
+    if arguments.json:
+        print(json.dumps(tally.as_json(), indent=2))
+    else:
+        print(tally)
+    return 1 if tally.failed else 0

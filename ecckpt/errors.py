@@ -271,6 +271,10 @@ class NothingToRestore(EcckptError, LookupError):
         self.rejected = dict(rejected)
 
 
+class NoRoomToRestore(EcckptError, OSError):
+    """A generation is there, and a node has no room to bring a shard of it home."""
+
+
 class RankTimeout(EcckptError, TimeoutError):
     """Ranks that did not answer in time while all of them had to agree."""
 

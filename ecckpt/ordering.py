@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ecckpt import wire
-from ecckpt.errors import StateMismatch
+from ecckpt.errors import NoRoomToRestore, StateMismatch
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
 from ecckpt.placement import Placement, plan_repair
@@ -24,6 +24,33 @@ class Way:
     local: bool
     sources: tuple[wire.Sources, ...]
     repair: tuple[wire.Target, ...]
+
+
+class Refusals:
+    """Generations that a restore passes over, with the reason: those that failed twice.
+
+    Once is not enough: an agent that is being restarted, or a message that was late, must not cost
+    the steps since the generation before.
+    """
+
+    def __init__(self) -> None:
+        self.refused: dict[Generation, str] = {}
+        self._failed: set[Generation] = set()
+
+    def fail(self, generation: Generation, why: str) -> bool:
+        """Some rank could not have its shard, or could not prove it; True if it is refused now."""
+        if generation in self._failed:
+            self.refused[generation] = why
+        self._failed.add(generation)
+        return generation in self.refused
+
+
+def passes_over(plan: RecoveryPlan) -> bool:
+    """Whether something newer than what is chosen (or anything, if nothing is) counts as lost."""
+    if plan.chosen is None:
+        return bool(plan.generations or plan.ruins)
+    newer = [each for each in plan.generations if each.generation > plan.chosen.generation]
+    return any(each.state == "lost" for each in newer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +105,8 @@ class Order:
 class Outcome:
     """How it went.
 
-    ok, bad (the bytes cannot be had or proven), mismatch (they do not fit) or relaid (they do, but
-    for DTensors that are cut in another way here).
+    ok, bad (the bytes cannot be had or proven), room (there is none for them), mismatch (they do
+    not fit) or relaid (they do, but for DTensors that are cut in another way here).
     """
 
     kind: str
@@ -90,20 +117,27 @@ class Outcome:
 class Verdict:
     """What follows from the outcomes of all ranks: go on and load, or try something else.
 
-    ``refused`` is why the generation is out of the question, ``relaid`` says that it is not, but
-    that every rank has to make its shard from all.
+    ``failed`` is why some rank could not have its shard; ``relaid`` says that every rank has to
+    make its own from all.
     """
 
     go: bool
-    refused: str
+    failed: str
     relaid: bool
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
-    """Whether all ranks may load. Raises ``StateMismatch`` if a state does not fit."""
+    """Whether all ranks may load.
+
+    Raises ``StateMismatch`` if a state does not fit, and ``NoRoomToRestore``: an older generation
+    would need as much.
+    """
     mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
     if mismatches:
         raise StateMismatch(mismatches)
+    room = [each.text for each in outcomes if each.kind == "room"]
+    if room:
+        raise NoRoomToRestore("; ".join(room[:4]))
     bad = [each.text for each in outcomes if each.kind == "bad"]
     relaid = any(each.kind == "relaid" for each in outcomes)
     return Verdict(not bad and not relaid, "; ".join(bad[:4]), relaid)

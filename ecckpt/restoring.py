@@ -28,9 +28,11 @@ from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
     CorruptFragment,
     EcckptError,
+    MemoryBudgetTooSmall,
     NotHeld,
     NothingToRestore,
     StateMismatch,
+    TmpfsFull,
 )
 from ecckpt.generation import Generation
 from ecckpt.leading import Leader
@@ -119,7 +121,7 @@ class Restorer:
         self._tracer = tracer
         self._cluster = cluster
         # A peer that hangs may use up part of a step's time, not all of it.
-        patience_s = min(10.0, timeout_s / 4)
+        self._patience_s = patience_s = min(10.0, timeout_s / 4)
         self._peers = {
             node: replace(peer, timeout_s=patience_s) for node, peer in cluster.peers.items()
         }
@@ -226,9 +228,24 @@ class Restorer:
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
+        except (MemoryBudgetTooSmall, TmpfsFull) as error:
+            return None, Outcome("room", f"rank {rank}: {error}")
         except (EcckptError, OSError) as error:
+            self._await_agent()
             return None, Outcome("bad", f"rank {rank}: {error}")
         return brought, Outcome("ok", "")
+
+    def _await_agent(self) -> None:
+        """If this node's agent is being restarted, be back with it at the next attempt."""
+        deadline_s = time.monotonic() + self._patience_s
+        agent = replace(self._cluster.agent, timeout_s=self._patience_s)
+        while time.monotonic() < deadline_s:
+            try:
+                agent.node()
+            except (EcckptError, OSError):
+                time.sleep(0.1)
+            else:
+                return
 
     def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
         assert order.header is not None

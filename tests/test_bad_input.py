@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from worlds import World, same_state, states_for
 import ecckpt
 from ecckpt import errors, wire
 from ecckpt.agents import await_agent, local_client, start
+from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
 from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES, parse_superblock
 from ecckpt.testing import LocalCluster
@@ -281,6 +283,33 @@ def _damage(cluster: LocalCluster, node: str, *, step: int, rank: int) -> None:
         fragments = header.k if header.index == HOME else 1
         for index in range(fragments):
             _flip(path, SUPERBLOCK_BYTES + index * header.fragment_bytes + 77)
+
+
+def test_a_restart_that_was_overtaken_hears_of_it(
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster1.client("n0").fence(wire.Fence("test", 5, None, ()))
+    # As if the newer start had come between the look and the fence of this one.
+    monkeypatch.setattr("ecckpt.leading.next_timeline", lambda *_: 3)
+    with World(cluster1) as world, pytest.raises(errors.Fenced):
+        world.restore(states_for(1, seed=1))
+
+
+def test_no_room_for_a_shard_is_no_reason_to_go_back(
+    cluster6: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = _saved(cluster6, step=1, seed=8)
+    cluster6.kill("n0")
+    cluster6.replace("n0")
+    full = errors.TmpfsFull("/dev/shm", need_bytes=2, free_bytes=1)
+    monkeypatch.setattr(AgentClient, "fetch", MagicMock(side_effect=full))
+    blank = states_for(6, seed=0)
+    with World(cluster6, code=(3, 2)) as world:
+        with pytest.raises(errors.NoRoomToRestore, match=r"rank 0: .*/dev/shm"):
+            world.restore(blank)
+        monkeypatch.undo()
+        assert world.restore(blank)[0].source == "peers"
+    assert all(map(same_state, blank, states))
 
 
 def test_truncated_files_are_named_and_the_rest_is_adopted(cluster6: LocalCluster) -> None:

@@ -30,6 +30,7 @@ EXAMPLES = [
     errors.SaveFailed("no"),
     errors.SaveTimedOut("late"),
     errors.NothingToRestore("run", {"1.5": "lost"}),
+    errors.NoRoomToRestore("generation 1.5: rank 3: none"),
     errors.RankTimeout("the vote", [3, 4], timeout_s=2.5),
 ]
 LEAVES = [

@@ -184,6 +184,25 @@ def test_the_committed_one_is_abandoned_only_by_going_back_before_it_on_purpose(
     assert ledger.inventory("n1").roll_backs == (RollBack(2, point),)
 
 
+def test_what_older_timelines_left_goes_but_not_what_the_run_stands_on():
+    committed, failed, point, tail = (generation(1, step) for step in (100, 200, 300, 400))
+    own = generation(2, 301)
+    ledger = ledger_with(committed, failed, point, tail, own, fence=2, committed=committed)
+    assert ledger.leftover() == []  # where the run went back to is not known
+    ledger.restored = point
+    assert generations_of(ledger.leftover()) == [failed, tail]
+
+
+def test_a_save_is_committed_by_its_own_timeline_and_session_only():
+    ledger = Ledger("test", committed=generation(2, 20))
+    assert ledger.has_committed(generation(2, 20))
+    assert ledger.has_committed(generation(2, 19))
+    assert not ledger.has_committed(generation(2, 21))
+    assert not ledger.has_committed(generation(1, 10))
+    assert not ledger.has_committed(generation(2, 20, "f" * 16))
+    assert not Ledger("test").has_committed(generation(2, 20))
+
+
 # -- inventory ------------------------------------------------------------------------------------
 
 

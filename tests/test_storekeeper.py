@@ -9,12 +9,15 @@ from test_core import BUDGET, NEW, OLD, Hands, commit, hold, reserve, take
 from ecckpt import wire
 from ecckpt.agent import actions as act
 from ecckpt.agent.core import Core
+from ecckpt.agent.ledger import Entry
+from ecckpt.agent.store import TAKEN_BACK
 from ecckpt.errors import DiskFull, Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.fragment import HOME
 from ecckpt.lineage import RollBack
 from ecckpt.tiers.disk import DiskFile
 
 NEWER = generation(1, 11)
+FULL = MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="x")
 
 
 class DiskHands(Hands):
@@ -103,6 +106,14 @@ def test_one_file_after_another_and_told_on_asking_again(hands):
     assert hands.todo == []
 
 
+def test_fragments_come_before_home_copies(hands):
+    home = header(HOME, gen=NEW, rank=3)
+    hands.core.ledgers.enter(Entry(home, hands.region(home.file_bytes), table_of(home)))
+    hold_two(hands)
+    store(hands)
+    assert [written(hands).header.index for _ in range(3)] == [2, 3, HOME]
+
+
 def test_without_a_disk_nothing_is_written_and_that_is_said():
     hands = Hands()
     hold_two(hands)
@@ -181,12 +192,27 @@ def test_memory_that_a_save_needs_is_taken_back_from_the_disk(hands):
     hold_two(hands)
     hands.ask(commit(NEW))
     hands.tell(reserve(NEWER))
-    hands.end(act.Allocate, error=MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="x"))
+    hands.end(act.Allocate, error=FULL)
     assert len(hands.took(act.Recycle)) == 2
     lent = hands.next(act.Write).entry
     assert not lent.lent  # its thread sees that, and writes no more of it
     hands.end(act.Allocate)
     assert isinstance(hands.answers.pop(), act.Reply)
+
+
+def test_no_more_than_is_needed_and_what_would_come_last(hands):
+    hold_two(hands, OLD)
+    store(hands, OLD)
+    hold_two(hands)
+    hands.ask(commit(NEW))
+    hands.tell(hold(4, gen=NEWER))
+    hands.answers.pop()
+    hands.end(act.Allocate, error=FULL)
+    (gone,) = hands.took(act.Recycle)
+    writing = hands.next(act.Write).entry
+    assert writing.lent
+    assert gone.region is not writing.region
+    hands.end(act.Allocate)
 
 
 def test_what_is_not_written_for_that_reason_is_said(hands):
@@ -195,11 +221,11 @@ def test_what_is_not_written_for_that_reason_is_said(hands):
     hold_two(hands)
     hands.ask(commit(NEW))
     hands.tell(reserve(NEWER))
-    hands.end(act.Allocate, error=MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="x"))
+    hands.end(act.Allocate, error=FULL)
     write = hands.next(act.Write)
     hands.tell(act.Failed(write, OSError("taken back")))
     answer = store(hands, OLD)
-    assert answer.problems == ("taken back", "memory was needed for a newer save")
+    assert answer.problems == ("taken back", TAKEN_BACK)
     assert (answer.pieces, answer.waiting_bytes) == ((), 0)
     assert len(hands.took(act.Recycle)) == 2  # each only once
 
@@ -208,7 +234,7 @@ def test_without_anything_to_take_back_a_save_fails_as_before(hands):
     hold_two(hands)
     store(hands)
     hands.tell(reserve(NEWER))
-    hands.end(act.Allocate, error=MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="x"))
+    hands.end(act.Allocate, error=FULL)
     assert isinstance(hands.answers.pop().error, MemoryBudgetTooSmall)
     assert hands.held() == [(NEW, 0, 2), (NEW, 0, 3)]
 

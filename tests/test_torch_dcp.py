@@ -594,6 +594,7 @@ def example():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # three starts of torchrun
 def test_the_example_of_the_documentation(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(example() + "\nprint('started at', first, flush=True)\n")

@@ -288,21 +288,25 @@ class Core:
     def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
         """Drop what is least missed, where there is no other way.
 
-        First what only the disk still needs. Then an abandoned timeline, and slots that ranks of
-        any run have reserved ahead: they may have ended, and one that lives asks again.
+        First what only the disk still needs. Then what older timelines have left (saves that failed
+        before a restart would otherwise stay until a commit that there is no room for), and slots
+        that ranks of any run have reserved ahead: they may have ended, and one that lives asks
+        again.
         """
-        recalled = self.ledgers.recall(None if isinstance(error, TmpfsFull) else action.run)
+        run = None if isinstance(error, TmpfsFull) else action.run
+        recalled = self.ledgers.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]
         again = Allocate(
             action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
         )
-        abandoned = self.ledgers.of(action.run).abandoned()
+        ledger = self.ledgers.of(action.run)
+        abandoned = ledger.abandoned() or ledger.leftover()
         unused = self.ledgers.unused()
         if not abandoned and not unused:
             return self._failed(again, error, now_s)
         text = (
-            f"run {action.run}: dropped {len(abandoned)} files of an abandoned timeline and "
+            f"run {action.run}: dropped {len(abandoned)} files of older timelines and "
             f"{len(unused)} slots that were reserved"
         )
         return [*unused, *self.ledgers.retire(abandoned), Warn(text), again]

@@ -17,6 +17,7 @@ from pathlib import Path
 from ecckpt.agent.actions import Remove, Storing, Write
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.notes import pack_notes, unpack_notes
+from ecckpt.agent.store import TAKEN_BACK
 from ecckpt.errors import InvalidMessage, NotHeld
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.generation import check_name
@@ -106,7 +107,7 @@ def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
         offset = SUPERBLOCK_BYTES + start
         buffer[:length] = entry.region.view[offset : offset + length]
         if not entry.lent:  # looked at after copying: what was copied may be another file's
-            raise NotHeld("memory was needed for a newer save")
+            raise NotHeld(TAKEN_BACK)
         yield buffer[:length]
         storing.copied_bytes = start + length
 

@@ -19,11 +19,16 @@ from ecckpt.fragment import Header
 
 @dataclass(eq=False, slots=True)
 class Gathering:
-    """Fragments on their way into place: ``good[i, row]`` says which blocks are proven."""
+    """Fragments on their way into place: ``good[i, row]`` says which blocks are proven.
+
+    Every source is tried, and once more when there is no other: what was late, or flipped on the
+    way, may be right the second time.
+    """
 
     header: Header
     good: np.ndarray
     untried: dict[int, list[str]]
+    again: dict[int, list[str]]
     pulled_bytes: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -32,8 +37,10 @@ class Gathering:
         """Nothing proven, nothing tried."""
         header = message.header
         good = np.zeros((header.n, header.rows), dtype=bool)
-        untried = {sources.index: list(sources.addresses) for sources in message.sources}
-        return cls(header, good, untried)
+        untried, again = (
+            {sources.index: list(sources.addresses) for sources in message.sources} for _ in "12"
+        )
+        return cls(header, good, untried, again)
 
     def first(self) -> list[int]:
         """The fragments to begin with: the shard's own bytes."""
@@ -49,11 +56,17 @@ class Gathering:
         if not lacking.any():
             return []
         have = int(good[:, lacking].sum(axis=0).min())
-        wanted = [index for index, left in self.untried.items() if left][: k - have]
+        wanted = self._left()
+        if not wanted:
+            self.untried, self.again = self.again, {}
+            wanted = self._left()
         if not wanted:
             shard = str(self.header.shard)
             raise TooFewFragments(shard, have=have, need=k, reasons=self.problems[:8])
-        return wanted
+        return wanted[: k - have]
+
+    def _left(self) -> list[int]:
+        return [i for i, left in self.untried.items() if left and not self.good[i].all()]
 
     def take(self, index: int) -> tuple[str, list[slice]]:
         """One more source of a fragment, and the rows of it that are not proven yet."""
@@ -76,13 +89,11 @@ class Gathering:
     def judge(self, index: int, address: str) -> None:
         """One source of a fragment has been tried."""
         bad = int((~self.good[index]).sum())
+        rows = self.header.rows
         if bad:
-            rows = self.header.rows
             self.problems.append(
                 f"fragment {index} from {address}: {bad} of {rows} blocks not proven"
             )
-        else:
-            self.untried.pop(index)
 
     def lost(self) -> Iterator[tuple[slice, list[int], list[int]]]:
         """Rows to rebuild: which, the fragments there that are missing, and those to use."""

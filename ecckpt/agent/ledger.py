@@ -162,6 +162,18 @@ class Ledger:
         if self.committed is None or generation > self.committed:
             self.committed = generation
 
+    def has_committed(self, generation: Generation) -> bool:
+        """Whether a save is: it, or a later one of the same start of the run.
+
+        What another timeline has committed says nothing of it.
+        """
+        newest = self.committed
+        return (
+            newest is not None
+            and newest >= generation
+            and (newest.timeline, newest.session) == (generation.timeline, generation.session)
+        )
+
     def guarded(self) -> list[Entry]:
         """Home copies that holders must not lose: what is committed, what the run went back to.
 
@@ -240,15 +252,27 @@ class Ledger:
             )
         ]
 
+    def leftover(self) -> list[Entry]:
+        """What else older timelines have left: neither committed nor gone on from."""
+        if self.restored is None:
+            return []
+        return [
+            entry
+            for (shard, _), entry in self.entries.items()
+            if shard.generation.timeline < self.fence
+            and shard.generation not in (self.committed, self.restored)
+        ]
+
     # -- on disk ----------------------------------------------------------------------------------
 
     def to_store(self, generation: Generation) -> list[Entry]:
-        """What is here of a generation, and not on disk."""
-        return [
+        """What is here of a generation, and not on disk: fragments first, which are what counts."""
+        found = [
             entry
             for entry in self._sealed()
             if entry.header.shard.generation == generation and entry.key not in self.files
         ]
+        return sorted(found, key=lambda entry: entry.header.index == HOME)
 
     def retain(self, generations: tuple[Generation, ...]) -> None:
         """Take note of what is on disk everywhere, and stays."""

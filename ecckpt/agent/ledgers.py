@@ -143,12 +143,18 @@ class Ledgers:
         self._lent.remove(entry)
         return self._settled(entry)
 
-    def recall(self, run: str | None) -> list[Action]:
-        """Take back what only the disk keeps, of one run or of all."""
+    def recall(self, run: str | None, size_bytes: int) -> list[Action]:
+        """Take back so much of what only the disk keeps, of one run or of all, if there is any.
+
+        What would be written last goes first.
+        """
         actions: list[Action] = []
-        for entry in list(self._lent):
+        for entry in reversed(list(self._lent)):
+            if size_bytes <= 0:
+                break
             if entry.doomed and not entry.pins and run in (None, entry.header.shard.run):
                 actions += self.unlend(entry)
+                size_bytes -= entry.header.file_bytes
         return actions
 
     def keep_file(self, file: DiskFile) -> None:

@@ -110,7 +110,7 @@ class Protector:
     def progress(self, shard: ShardId) -> wire.Progress:
         """How far a shard is."""
         ledger = self._ledgers.look(shard.run)
-        committed = ledger.committed is not None and ledger.committed >= shard.generation
+        committed = ledger.has_committed(shard.generation)
         job = self._jobs.get(shard)
         if job is None:
             home = ledger.find(shard, HOME)

@@ -18,6 +18,8 @@ from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
 if TYPE_CHECKING:
     from ecckpt.tiers.disk import DiskFile
 
+TAKEN_BACK = "memory was needed for a newer save (a larger memory_bytes would keep it longer)"
+
 _PROBLEMS = 8
 
 
@@ -118,7 +120,7 @@ class Storekeeper:
                 self._writing[run] = entry
                 storing.copied_bytes = 0
                 return [Write(storing, entry)]
-            self._note(storing, "memory was needed for a newer save")
+            self._note(storing, TAKEN_BACK)
         return []
 
     def _end(self, write: Write) -> list[Action]:

@@ -3,8 +3,8 @@
     python -m tests.fuzz.run message -max_total_time=300
 
 What reaches new code is kept in ``tests/fuzz/found/TARGET`` (not in the repository); a crash is
-written to ``crash-*`` there. ``python -m tests.fuzz.run TARGET -merge`` puts the least set of files
-that reaches as much into the corpus, which the tests replay.
+written to ``crash-*`` there. Copy what is worth it to ``tests/fuzz/corpus/TARGET``: the tests
+replay it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,8 @@ def main() -> None:
         with suppress(EcckptError):
             target(data)
 
-    folders = [str(found)]
-    if "-merge" in options:
-        kept = CORPUS / name
-        kept.mkdir(exist_ok=True)
-        options, folders = ["-merge=1", "-max_len=600"], [str(kept), str(found)]
     prefix = f"-artifact_prefix={found}/"
-    atheris.Setup([sys.argv[0], *LIMITS, prefix, *options, *folders], act)
+    atheris.Setup([sys.argv[0], *LIMITS, prefix, *options, str(found)], act)
     atheris.Fuzz()
 
 

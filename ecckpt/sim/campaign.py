@@ -1,0 +1,84 @@
+"""Many seeds, one after another, and what came of them in all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ecckpt.sim.simulate import Outcome, simulate
+
+_YEAR_S = 365.25 * 24 * 3600
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over seeds; ``failed`` are those that broke a promise."""
+
+    nodes: int
+    seeds: int = 0
+    seconds: float = 0.0
+    simulated_s: float = 0.0
+    events: int = 0
+    injected: int = 0
+    commits: int = 0
+    restores: int = 0
+    lost: int = 0
+    failed: list[Outcome] = field(default_factory=list)
+
+    @property
+    def node_years(self) -> float:
+        """Simulated time, counted once for every node."""
+        return self.simulated_s * self.nodes / _YEAR_S
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one seed."""
+        self.seeds += 1
+        self.simulated_s += outcome.simulated_s
+        self.events += outcome.events
+        self.injected += outcome.injected
+        self.commits += outcome.commits
+        self.restores += outcome.restores
+        self.lost += outcome.lost
+        if outcome.violation:
+            self.failed.append(outcome)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self) | {"node_years": self.node_years}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seeds} seeds of {self.nodes} nodes in {self.seconds:.1f} s "
+            f"({self.seeds / max(self.seconds, 1e-9):.2f} per second): "
+            f"{self.node_years:.3f} node-years, {self.events:,} events, "
+            f"{self.injected:,} faults injected, {self.commits:,} commits, "
+            f"{self.restores:,} restores, {self.lost} runs lost to more than they promise to "
+            f"survive, {len(self.failed)} violations"
+        )
+
+
+def campaign(seeds: Iterable[int], nodes: int, *, ended: Callable[[Outcome, Tally], None]) -> Tally:
+    """Simulate each seed; ``ended`` hears of each."""
+    tally = Tally(nodes)
+    started_s = time.monotonic()
+    for seed in seeds:
+        outcome = simulate(seed, nodes)
+        tally.add(outcome)
+        tally.seconds = time.monotonic() - started_s
+        ended(outcome, tally)
+    return tally
+
+
+def describe(outcome: Outcome) -> str:
+    """One seed, for people: what it drew and what became of it."""
+    end = outcome.violation or "every promise was kept"
+    return (
+        f"seed {outcome.seed}, {outcome.nodes} nodes, {outcome.ranks} ranks, {outcome.code}\n"
+        f"  faults: {outcome.faults}\n"
+        f"  {outcome.events:,} events in {outcome.simulated_s:.1f} simulated s, "
+        f"{outcome.injected:,} faults injected, {outcome.commits} commits, "
+        f"{outcome.restores} restores, digest {outcome.digest:08x}\n"
+        f"  {end}"
+    )

@@ -1,0 +1,197 @@
+"""One start of a run: who takes part, the store they meet over, and the launcher that watches."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ecckpt import wire
+from ecckpt.errors import EcckptError, SaveFailed
+from ecckpt.fragment import Header
+from ecckpt.generation import Generation, ShardId
+from ecckpt.ordering import Refusals
+from ecckpt.placement import Placement
+from ecckpt.sim.host import Host
+from ecckpt.sim.network import Network
+from ecckpt.sim.rank import Rank, content_of, header_for
+from ecckpt.sim.truth import Truth
+from ecckpt.sim.world import Actor, Failure, Process, Steps, Wait, World, sleep
+
+_STORE_PATIENCE_S = 30.0
+_STORE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a run is configured with."""
+
+    k: int
+    m: int
+    min_margin: int
+    shard_bytes: int
+    budget_bytes: int
+    step_s: float
+    save_timeout_s: float
+    restore_timeout_s: float
+    guarded: bool
+
+    @property
+    def patience_s(self) -> float:
+        """For one request of a restore, as ``Restorer`` has it."""
+        return min(10.0, self.restore_timeout_s / 4)
+
+
+class Session:
+    """Ranks and their store. The store lives on the first rank's host."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        seed: int,
+        run: str,
+        rules: Rules,
+        world: World,
+        network: Network,
+        truth: Truth,
+        hosts: dict[str, Host],
+        homes: list[str],
+        placement: Placement,
+    ) -> None:
+        self.name = f"{number:016x}"
+        self.run, self.rules, self.seed = run, rules, seed
+        self.world, self.network, self.truth = world, network, truth
+        self.hosts, self.homes, self.placement = hosts, homes, placement
+        self.ranks = len(homes)
+        self.timeline = 0
+        self.nothing_left = False
+        self.answering: set[str] = set()  # whose inventories the latest plan was made from
+        self.refusals = Refusals()
+        self.asked_again = False
+        self.silent: set[str] = set()
+        self.members = [Rank(self, rank, hosts[home]) for rank, home in enumerate(homes)]
+        self._failed: set[int] = set()
+        self._counters: Counter[str] = Counter()
+        self._board: dict[str, dict[int, Any]] = defaultdict(dict)
+        self._answers: dict[str, Any] = {}
+        self._waiting: dict[str, list[Process]] = defaultdict(list)
+        self._paced: list[Process] = []
+        self._local = Counter(homes)
+
+    def begin(self) -> None:
+        """Start the ranks."""
+        for member in self.members:
+            member.spawn(member.main(), ended=lambda _, rank=member.rank: self._failed.add(rank))  # type: ignore[misc]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has ended or died."""
+        return bool(self._failed) or any(not member.alive for member in self.members)
+
+    # -- what ranks know --------------------------------------------------------------------------
+
+    def local_ranks(self, node: str) -> int:
+        """How many ranks have their home there."""
+        return self._local[node]
+
+    def targets(self, node: str) -> tuple[wire.Target, ...]:
+        """The holders of a home's fragments."""
+        holders = self.placement.holders[node]
+        return tuple(wire.Target(index, each, each) for index, each in enumerate(holders))
+
+    def header(self, shard: ShardId, home: str, parent: Generation | None) -> Header:
+        """Of a shard that is about to be saved."""
+        rules = self.rules
+        return header_for(
+            shard,
+            ranks=self.ranks,
+            k=rules.k,
+            m=rules.m,
+            shard_bytes=rules.shard_bytes,
+            home=home,
+            parent=parent,
+        )
+
+    def content(self, shard: ShardId) -> bytes:
+        """The state of a rank at that step."""
+        return content_of(self.seed, shard, self.rules.shard_bytes)
+
+    def pace(self, member: Rank) -> Wait:
+        """Wait for the others, as training does, and for the length of a step."""
+
+        def begin(process: Process) -> None:
+            self._paced.append(process)
+            if len(self._paced) == self.ranks:
+                ready, self._paced = self._paced, []
+                delay_s = self.world.rng.uniform(0.5, 1.5) * self.rules.step_s
+                for each in ready:
+                    jitter_s = self.world.rng.random() * 0.01
+                    self.world.after(delay_s + jitter_s, each.resume, None)
+
+        return begin
+
+    # -- the store --------------------------------------------------------------------------------
+
+    def add(self, counter: str, amount: int) -> int:
+        """The store's atomic counter."""
+        self._counters[counter] += amount
+        return self._counters[counter]
+
+    def store(self, member: Rank, act: Callable[[], Any]) -> Steps:
+        """Do something in the store, in one step. ``SaveFailed`` if it cannot be reached."""
+        yield from self._reach(member)
+        result = act()
+        yield from self._reach(member)
+        return result
+
+    def _reach(self, member: Actor) -> Steps:
+        home = self.members[0].host
+        waited_s = 0.0
+        while not (home.on and self.network.passes(member.host.node, home.node)):  # type: ignore[attr-defined]
+            if waited_s >= _STORE_PATIENCE_S or not home.on:
+                raise SaveFailed("the store cannot be reached")
+            yield sleep(1.0)
+            waited_s += 1.0
+        yield sleep(self.world.rng.expovariate(1 / _STORE_S))
+
+    def decide(
+        self, member: Rank, tag: str, payload: Any, lead: Callable[[list[Any]], Steps]
+    ) -> Steps:
+        """All ranks bring something, the first decides, each gets its part of it."""
+        timeout_s = self.rules.restore_timeout_s
+        try:
+            yield from self._reach(member)
+        except EcckptError as error:
+            raise Failure(str(error)) from error
+        self._board[tag][member.rank] = payload
+        self._wake(f"{tag}/all")
+        if member.rank == 0:
+            if len(self._board[tag]) < self.ranks:
+                yield self._wait(f"{tag}/all", timeout_s)
+                while len(self._board[tag]) < self.ranks:
+                    yield self._wait(f"{tag}/all", timeout_s)
+            payloads = [self._board[tag][rank] for rank in range(self.ranks)]
+            self._answers[tag] = yield from lead(payloads)
+            self._wake(tag)
+        elif tag not in self._answers:
+            yield self._wait(tag, 2 * timeout_s)
+        return self._answers[tag][member.rank]
+
+    def _wait(self, key: str, timeout_s: float) -> Wait:
+        def begin(process: Process) -> None:
+            self._waiting[key].append(process)
+            self.world.after(timeout_s, self._late, key, process)
+
+        return begin
+
+    def _wake(self, key: str) -> None:
+        for process in self._waiting.pop(key, ()):
+            delay_s = self.world.rng.expovariate(1 / _STORE_S)
+            self.world.after(delay_s, process.resume, None)
+
+    def _late(self, key: str, process: Process) -> None:
+        if process in self._waiting.get(key, ()):
+            self._waiting[key].remove(process)
+            process.resume(Failure(f"nobody answered {key} in time"))

@@ -1,0 +1,295 @@
+"""The simulator: what it says of the real rules, and that it would notice if one were broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ecckpt import cli, counting, ordering
+from ecckpt.agent import gathering, hold, ledger, ledgers, protect
+from ecckpt.agent.actions import Recycle
+from ecckpt.counting import Count, Tell
+from ecckpt.generation import Generation
+from ecckpt.recovery import RecoveryPlan
+from ecckpt.sim import host, rank, session
+from ecckpt.sim import simulate as simulating
+from ecckpt.sim.faults import NONE, Faults
+from ecckpt.sim.simulate import simulate
+from ecckpt.tiers import accounts
+
+NODES = 64
+
+
+def _failures(seeds: range, nodes: int) -> list[str]:
+    outcomes = (simulate(seed, nodes) for seed in seeds)
+    return [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation]
+
+
+# -- the real rules -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", range(0, 40, 10))
+def test_no_seed_breaks_a_promise(start: int) -> None:
+    assert _failures(range(start, start + 10), NODES) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", range(40, 200, 40))
+def test_no_further_seed_breaks_a_promise(start: int) -> None:
+    assert _failures(range(start, start + 40), NODES) == []
+
+
+def test_a_seed_is_the_same_every_time() -> None:
+    first, again, other = simulate(7, 16), simulate(7, 16), simulate(8, 16)
+    assert first == again
+    assert first.digest != other.digest
+    assert first.injected > 0
+
+
+def test_without_faults_every_save_is_committed() -> None:
+    outcome = simulate(3, 12, NONE)
+    assert (outcome.violation, outcome.injected, outcome.lost, outcome.restores) == ("", 0, 0, 1)
+    assert outcome.commits >= 8
+
+
+def test_faults_tell_what_they_are() -> None:
+    assert str(NONE) == "none"
+    assert str(Faults(drop=0.5, stall_s=2.0)) == "drop=0.5, stall_s=2"
+
+
+# -- broken rules ---------------------------------------------------------------------------------
+
+
+def _counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank counts before its shard is protected."""
+
+    def see_through(shard: Any, ranks: int, *, counted: bool) -> Any:
+        if counted and (yield Count(1)) == ranks:
+            yield Tell(everybody=True)
+        return (yield from counting.see_through(shard, ranks, counted=False))
+
+    monkeypatch.setattr(rank, "see_through", see_through)
+
+
+def _retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit also lets go what it commits."""
+
+    def outdated(self: ledger.Ledger) -> list[ledger.Entry]:
+        committed = self.noted.committed
+        return [
+            entry
+            for (shard, _), entry in self.entries.items()
+            if committed is not None and shard.generation <= committed
+        ]
+
+    monkeypatch.setattr(ledger.Ledger, "outdated", outdated)
+
+
+def _takes_commits_of_fenced_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(self: ledger.Ledger, generation: Generation) -> None:
+        self.committed = max(self.committed or generation, generation)
+
+    monkeypatch.setattr(ledger.Ledger, "commit", commit)
+
+
+def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody compares checksums, neither when bytes arrive nor before they are used."""
+    for module in (host, rank):
+        monkeypatch.setattr(module, "bad_blocks", lambda *_: [])
+
+
+def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that is taken back is recycled: its trainer may still be writing."""
+    monkeypatch.setattr(ledgers, "Discard", Recycle)
+
+
+def _orders_another_generation_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_recovery, way_home = rank.plan_recovery, rank.way_home
+    plans: list[RecoveryPlan] = []
+
+    def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
+        plans.append(plan_recovery(run, inventories, **fields))
+        return plans[-1]
+
+    def way(shard: Any, *others: Any) -> Any:
+        there = [each for each in plans[-1].generations if each.state != "lost"]
+        return way_home(there[-1].shards[1] if shard.rank == 1 else shard, *others)
+
+    monkeypatch.setattr(rank, "plan_recovery", plan)
+    monkeypatch.setattr(rank, "way_home", way)
+
+
+def _takes_absence_for_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is complete is restored."""
+    plan_recovery = rank.plan_recovery
+
+    def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
+        found = plan_recovery(run, inventories, **fields)
+        whole = [each for each in found.generations if each.state == "complete"]
+        return replace(found, chosen=whole[0] if whole else None)
+
+    monkeypatch.setattr(rank, "plan_recovery", plan)
+
+
+def _tells_a_stale_writer_of_others_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: what a newer timeline had committed was told to a writer of an older one."""
+    monkeypatch.setattr(
+        ledger.Ledger,
+        "has_committed",
+        lambda self, generation: self.committed is not None and self.committed >= generation,
+    )
+
+
+def _spends_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is no limit, and spare regions are never used again."""
+
+    def reserve(self: Any, run: str, size_bytes: int, **_: Any) -> list[Any]:
+        self._used_bytes[run] += size_bytes
+        return []
+
+    monkeypatch.setattr(accounts.Accounts, "reserve", reserve)
+    monkeypatch.setattr(accounts.Accounts, "take", lambda *_: None)
+
+
+def _puts_two_fragments_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder gets its neighbour's fragment as well."""
+    plan_placement = simulating.plan_placement
+
+    def plan(nodes: Any, code: Any) -> Any:
+        placement = plan_placement(nodes, code)
+        crowded = {home: (each[0], each[0], *each[2:]) for home, each in placement.holders.items()}
+        return replace(placement, holders=crowded)
+
+    monkeypatch.setattr(simulating, "plan_placement", plan)
+
+
+def _waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job has no deadline, and a save none either."""
+    monkeypatch.setattr(protect.Protector, "due", lambda *_: [])
+    monkeypatch.setattr(protect.Protector, "answer", lambda *_: [])
+
+
+def _never_begins_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull that fails keeps its place for ever."""
+    end = hold.Holder._end
+
+    def leak(self: hold.Holder, taking: Any, problem: str) -> Any:
+        actions = end(self, taking, problem)
+        if problem:
+            self._pulling.append(taking)
+        return actions
+
+    monkeypatch.setattr(hold.Holder, "_end", leak)
+
+
+def _tries_every_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: a bit that flipped on the way was as bad as one in memory."""
+    of = gathering.Gathering.of
+
+    def once(message: Any) -> gathering.Gathering:
+        found = of(message)
+        found.again.clear()
+        return found
+
+    monkeypatch.setattr(gathering.Gathering, "of", once)
+    _refuses_at_once(monkeypatch)
+
+
+def _refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: a generation that failed once was passed over."""
+
+    class Hasty(ordering.Refusals):
+        def fail(self, generation: Generation, why: str) -> bool:
+            self.refused[generation] = why
+            return True
+
+    monkeypatch.setattr(session, "Refusals", Hasty)
+
+
+SLOW = Faults(late=0.5, late_s=4.0, rank_kill_every_s=3.0)
+LOSSES = Faults(host_loss_every_s=6.0, burst=1.0, away_s=3.0)
+ZOMBIES = Faults(rank_kill_every_s=6.0, rank_stall_every_s=1.0, stall_s=8.0)
+SLEEPERS = Faults(rank_kill_every_s=6.0, rank_stall_every_s=0.5, stall_s=25.0)
+ROT = Faults(rot_every_s=0.5, flip=0.1, rank_kill_every_s=5.0, host_loss_every_s=10.0, away_s=3.0)
+NOISE = Faults(flip=0.5)
+LOSSES_AND_NOISE = replace(LOSSES, flip=0.5, rank_kill_every_s=6.0)
+WEATHER = Faults(
+    drop=0.03,
+    flip=0.2,
+    rank_kill_every_s=6.0,
+    agent_kill_every_s=4.0,
+    host_loss_every_s=15.0,
+    burst=1.0,
+    away_s=3.0,
+)
+
+
+BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
+    (_counts_too_early, "commit", NONE),
+    (_retires_the_committed, "retention", NONE),
+    (_takes_commits_of_fenced_writers, "fencing", ZOMBIES),
+    (_tells_a_stale_writer_of_others_commits, "fencing", ZOMBIES),
+    (_believes_every_byte, "bytes", ROT),
+    (_gives_slots_to_others_while_they_are_written, "bytes", SLEEPERS),
+    (_orders_another_generation_for_one_rank, "mixed", SLOW),
+    (_takes_absence_for_loss, "recovery", LOSSES),
+    (_spends_what_it_likes, "budget", NONE),
+    (_puts_two_fragments_on_a_node, "margin", LOSSES),
+    (_waits_for_ever, "liveness", NONE),
+    (_never_begins_what_is_queued, "liveness", NOISE),
+    (_tries_every_source_once, "recovery", WEATHER),
+    (_refuses_at_once, "recovery", LOSSES_AND_NOISE),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "weather"), BROKEN, ids=[plant.__name__ for plant, _, _ in BROKEN]
+)
+def test_a_broken_rule_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    kind: str,
+    weather: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    seen: set[str] = set()
+    for seed in range(40):
+        seen.add(simulate(seed, 12, weather).kind)
+        if kind in seen:
+            return
+    pytest.fail(f"not noticed in 40 seeds, but {seen}")
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_describes_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--seed", "5", "--nodes", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "seed 5, 8 nodes" in shown
+    assert "faults: " in shown
+    assert "every promise was kept" in shown
+    assert "0 violations" in shown
+
+
+def test_the_command_counts_many_and_names_those_that_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _retires_the_committed(monkeypatch)
+    assert cli.main(["simulate", "--seeds", "3", "--nodes", "8", "--json"]) == 1
+    tally = json.loads(capsys.readouterr().out)
+    assert (tally["seeds"], tally["nodes"]) == (3, 8)
+    assert [each["seed"] for each in tally["failed"]] == [0, 1, 2]
+    assert {each["kind"] for each in tally["failed"]} == {"retention"}
+    assert cli.main(["simulate", "--seeds", "3", "--nodes", "8"]) == 1
+    assert "retention: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--nodes", "2"], ["--nodes", "2049"], ["--seeds", "0"]])
+def test_the_command_refuses_what_it_cannot_do(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", *arguments])
