@@ -260,7 +260,8 @@ class Rank(Actor):
             lead = self._lead_verdict(generation)
             if (yield from session.decide(self, f"{attempt}/verdict", outcome, lead)):
                 assert data is not None
-                session.truth.loaded(timeline, self.rank, generation, data)
+                start = f"{timeline}.{session.name}"
+                session.truth.loaded(start, self.rank, generation, data)
                 self._parent = generation
                 if way.repair:
                     saving = Saving(

@@ -60,7 +60,7 @@ class Truth:
         self._committed: set[Generation] = set()
         self._timeline = 0
         self._begun_at: Generation | None = None
-        self._loaded: dict[int, Generation] = {}
+        self._loaded: dict[str, Generation] = {}
 
     # -- what agents do ---------------------------------------------------------------------------
 
@@ -201,20 +201,19 @@ class Truth:
         ):
             raise Violation("recovery", f"{generation} was refused and is there: {why}")
 
-    def loaded(self, timeline: int, rank: int, generation: Generation, data: bytes) -> None:
-        """A rank goes on from these bytes."""
+    def loaded(self, start: str, rank: int, generation: Generation, data: bytes) -> None:
+        """A rank goes on from these bytes, in a start of the run: timeline and session."""
         shard = ShardId(self.run, generation, rank)
         if self._saved.get(shard) != data:
             raise Violation("bytes", f"{shard} is not what was saved")
-        if self._loaded.setdefault(timeline, generation) != generation:
-            raise Violation("mixed", f"rank {rank} of {timeline} loaded {generation}")
+        if self._loaded.setdefault(start, generation) != generation:
+            raise Violation("mixed", f"rank {rank} of {start} loaded {generation}")
 
     def begins(self, timeline: int, generation: Generation | None) -> None:
         """All ranks have what they go on from."""
-        if timeline == self._timeline:
-            raise Violation("timeline", f"timeline {timeline} begins twice")
         if timeline < self._timeline:
             return  # stopped in between, and fenced off without knowing
+        # An equal one begins where all who answer have lost their memory, and the others are away.
         self._timeline, self._begun_at = timeline, generation
         self.safe = generation
         self.restores += 1
