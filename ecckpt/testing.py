@@ -62,6 +62,7 @@ class LocalCluster:
         self._folder = folder
         self._disk, self._engine = disk, engine
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._addresses: dict[str, str] = {}
         self._replaced = 0
 
     def __enter__(self) -> Self:
@@ -129,11 +130,14 @@ class LocalCluster:
         self._launch(nodes)
 
     def empty(self, *nodes: str) -> None:
-        """Lose hosts, and bring them up again with nothing in memory: same names and addresses."""
+        """Bring hosts up again with nothing in memory: same names and addresses.
+
+        Those that still run are lost before.
+        """
         for node in nodes:
-            address = self.client(node).node().address
-            self.kill(node)
-            self._launch([node], listen=address)
+            if node in self._processes:
+                self.kill(node)
+            self._launch([node], listen=self._addresses[node])
 
     def replace(self, *nodes: str) -> list[str]:
         """Put new, empty hosts in the places of lost ones; returns their names."""
@@ -187,7 +191,8 @@ class LocalCluster:
             self._processes[node] = start(config)
         for node in nodes:
             log = self.root(node) / "agent.log"
-            await_agent(self.client(node), log, process=self._processes[node])
+            info = await_agent(self.client(node), log, process=self._processes[node])
+            self._addresses[node] = info.address
 
     def _end(self, node: str) -> None:
         process = self._processes.pop(node)

@@ -161,7 +161,7 @@ class Guardian:
         if run in self._vigils:
             return []
         self._vigils[run] = Vigil(run, self._ledgers.node)
-        return [Wake(now_s, self._vigils[run])]
+        return [Wake(now_s + ROUND_S, self._vigils[run])]  # what has just begun has more to do
 
     def _in_force(self, ledger: Ledger) -> bool:
         return ledger.guard is not None and ledger.guard.writer >= ledger.fence
