@@ -30,6 +30,7 @@ RUNS = (
     ("recovery, zfec", ("bench.recovery", "--engine", "zfec", "--rounds", "3"), ()),
     ("training", ("bench.training",), ("bench.training", "--rounds", "3")),
     ("growth", ("bench.growth",), ("bench.growth", "--quick", "--rounds", "2")),
+    ("repair", ("bench.repair", "--json"), ()),
     ("planning", ("bench.planning",), ("bench.planning", "--nodes", "256")),
 )
 

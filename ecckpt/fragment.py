@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Self
 
@@ -177,27 +178,50 @@ class Header:
             for name, value, kind in zip(_FIELDS, values, _FIELD_TYPES, strict=True):
                 if type(value) is not kind:
                     raise TypeError(f"{name} is {type(value).__name__}")
-        run, generation, rank, *numbers = values[:-2]
+        run, generation, rank, world_size, index, k, m, shard_bytes, *rest = values
+        fragment_bytes, block_bytes, home, created_unix_s = rest
         parent = fields["parent"]
-        parent = None if parent is None else Generation.parse(parent)
-        shard = ShardId(run, Generation.parse(generation), rank)
-        return cls(shard, *(*numbers, values[-2], parent, values[-1]))
+        return cls(
+            ShardId(run, Generation.parse(generation), rank),
+            world_size,
+            index,
+            k,
+            m,
+            shard_bytes,
+            fragment_bytes,
+            block_bytes,
+            home,
+            None if parent is None else Generation.parse(parent),
+            created_unix_s,
+        )
 
     def problem(self) -> str:
         """What makes these numbers impossible; empty when they fit together."""
-        shard, world_size = self.shard, self.world_size
-        checks = (
-            (self.k >= 1 and self.m >= 0 and self.k + self.m <= 256, "k={0.k}, m={0.m}"),
-            (1 <= world_size <= 1 << 24, "world_size={0.world_size}"),
-            (0 <= shard.rank < world_size, "rank {0.shard.rank} of {0.world_size}"),
-            (HOME <= self.index < self.k + self.m, "index {0.index} of {0.n}"),
-            (0 <= self.shard_bytes < _LIMIT_BYTES, "shard_bytes={0.shard_bytes}"),
-            (self.block_bytes in _BLOCK_RANGE, "block_bytes={0.block_bytes}"),
+        world_size, k, m = self.world_size, self.k, self.m
+        wrong = _shape_problem(
+            world_size, k, m, self.shard_bytes, self.fragment_bytes, self.block_bytes
         )
-        wrong = [text.format(self) for fits, text in checks if not fits]
-        if not wrong and self.fragment_bytes != fragment_bytes_for(self.shard_bytes, self.k):
-            wrong = [f"fragment_bytes={self.fragment_bytes} for {self.shard_bytes} over {self.k}"]
-        return ", ".join(wrong)
+        if not 0 <= self.shard.rank < world_size:
+            wrong = f"rank {self.shard.rank} of {world_size}, {wrong}".rstrip(", ")
+        if not HOME <= self.index < k + m:
+            wrong = f"index {self.index} of {k + m}, {wrong}".rstrip(", ")
+        return wrong
+
+
+@lru_cache(maxsize=4096)  # all files of a shard, and often all shards, have the same
+def _shape_problem(  # noqa: PLR0917  (positional: they are the key of the cache)
+    world_size: int, k: int, m: int, shard_bytes: int, fragment_bytes: int, block_bytes: int
+) -> str:
+    checks = {
+        f"k={k}, m={m}": k >= 1 and m >= 0 and k + m <= 256,
+        f"world_size={world_size}": 1 <= world_size <= 1 << 24,
+        f"shard_bytes={shard_bytes}": 0 <= shard_bytes < _LIMIT_BYTES,
+        f"block_bytes={block_bytes}": block_bytes in _BLOCK_RANGE,
+    }
+    wrong = [what for what, fits in checks.items() if not fits]
+    if not wrong and fragment_bytes != fragment_bytes_for(shard_bytes, k):
+        wrong = [f"fragment_bytes={fragment_bytes} for {shard_bytes} over {k}"]
+    return ", ".join(wrong)
 
 
 def pack_superblock(header: Header) -> bytes:

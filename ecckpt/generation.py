@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
 
 from ecckpt.errors import InvalidConfig, InvalidMessage
 
@@ -39,10 +38,14 @@ class Generation:
     def __str__(self) -> str:
         return f"{self.timeline}.{self.step}.{self.session}"
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
+    @staticmethod
+    @lru_cache(maxsize=1024)  # the many headers of a large run name few generations
+    def parse(text: str) -> Generation:
         """The generation that ``str()`` spelled; ``InvalidMessage`` for anything else."""
-        return cls(*_parts(text))
+        match = _GENERATION.fullmatch(text)
+        if not match:
+            raise InvalidMessage(f"{text[:80]!r} is no generation (timeline.step.session)")
+        return Generation(int(match[1]), int(match[2]), match[3])
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -55,11 +58,3 @@ class ShardId:
 
     def __str__(self) -> str:
         return f"{self.run}/{self.generation}/rank {self.rank}"
-
-
-@lru_cache(maxsize=1024)  # the many headers of a large run name few generations
-def _parts(text: str) -> tuple[int, int, str]:
-    match = _GENERATION.fullmatch(text)
-    if not match:
-        raise InvalidMessage(f"{text[:80]!r} is no generation (timeline.step.session)")
-    return int(match[1]), int(match[2]), match[3]

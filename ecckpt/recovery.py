@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from ecckpt.fragment import HOME, Header
@@ -243,14 +244,17 @@ def _report(
 
 def _shard(rank: int, nodes: Mapping[str, list[Header]]) -> ShardReport:
     # Headers that disagree on the shard's shape never mix: the shape most files agree on wins.
-    shapes = Counter(
+    shapes = [
         (header.k, header.m, header.shard_bytes, header.block_bytes)
         for headers in nodes.values()
         for header in headers
-    )
+    ]
     if not shapes:
         return ShardReport(rank, "lost", -1, None, (), {})
-    shape = max(shapes, key=lambda key: (shapes[key], key))
+    shape = shapes[0]
+    if shapes.count(shape) != len(shapes):
+        counts = Counter(shapes)
+        shape = max(counts, key=lambda key: (counts[key], key))
     homes: list[str] = []
     fragments: dict[int, list[str]] = defaultdict(list)
     chosen: Header | None = None
@@ -282,7 +286,7 @@ def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection
     copies = sorted(len(nodes) for nodes in left)
     must_go = sum(copies[: max(0, len(copies) - k + 1)])
     removed = len(lost)
-    for load in sorted(Counter(node for nodes in left for node in nodes).values(), reverse=True):
+    for load in sorted(Counter(chain.from_iterable(left)).values(), reverse=True):
         if must_go <= 0:
             break
         must_go -= load

@@ -450,10 +450,14 @@ def _plain(value: Any) -> Any:
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
     """``value`` as the annotated ``kind``, or ``InvalidMessage``."""
+    return _reader_of(kind)(kind, value, where)
+
+
+def _reader_of(kind: Any) -> Any:
     reader = _READERS.get(kind) or _READERS.get(get_origin(kind))
     if reader is None and is_dataclass(kind):
         reader = _message
-    return (reader or _scalar)(kind, value, where)
+    return reader or _scalar
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
@@ -484,7 +488,8 @@ def _generation(kind: Any, value: Any, where: str) -> Generation:
 
 def _list(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
     inner = get_args(kind)[0]
-    return tuple(_typed(inner, item, where) for item in _expect(list, value, where))
+    read = _reader_of(inner)
+    return tuple([read(inner, item, where) for item in _expect(list, value, where)])
 
 
 def _map(kind: Any, value: Any, where: str) -> dict[Any, Any]:

@@ -176,6 +176,7 @@ def test_something_that_is_no_agent(
         World(cluster1, agents=[impostor(b"<html>It works!</html>")])
 
 
+@pytest.mark.long
 def test_an_agent_that_hangs_is_named_within_its_deadline(
     cluster1: LocalCluster, impostor: Callable[[bytes], str]
 ) -> None:
@@ -349,6 +350,7 @@ def test_a_holder_that_hangs_costs_margin_not_the_save(cluster6: LocalCluster) -
         assert all(each.wait(30) for each in [handle, *rest])
 
 
+@pytest.mark.long
 def test_a_peer_that_hangs_during_a_restore(cluster6: LocalCluster) -> None:
     states = _saved(cluster6, step=1, seed=7)
     cluster6.kill("n0")

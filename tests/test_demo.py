@@ -20,6 +20,7 @@ def _demo(*arguments: str) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_losing_as_many_nodes_as_promised_ends_bit_identical() -> None:
     status, lines, errors = _demo("--nodes=4", "--code=1+2", "--lose=3", "--steps=8", "--json")
@@ -34,6 +35,7 @@ def test_losing_as_many_nodes_as_promised_ends_bit_identical() -> None:
     assert any("empty nodes take their places" in line for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_losing_more_tells_that_nothing_is_left() -> None:
     status, lines, errors = _demo("--nodes=3", "--code=2+0", "--lose=2", "--steps=6", "--json")
