@@ -314,7 +314,8 @@ def _verify(arguments: argparse.Namespace) -> int:
             )
             for line in each.bad:
                 print(f"  {line}")
-    if all(each.silent for each in checked):
+    if not any(each.files for each in checked):
+        print(f"ecckpt: nothing of run {arguments.run!r} was found", file=sys.stderr)
         return 2
     return 1 if any(each.bad or each.silent for each in checked) else 0
 

@@ -194,6 +194,8 @@ def test_people_are_told_what_is_bad_and_where(tmp_path: Path, capsys) -> None:
         addresses = cluster.addresses()
         assert main(["verify", "test", *addresses]) == 0
         assert "n1: 6 files" in capsys.readouterr().out
+        assert main(["verify", "tset", *addresses]) == 2  # a name that nobody knows
+        assert "nothing of run 'tset'" in capsys.readouterr().err
         assert main(["verify", "test", "--root", str(cluster.root("n0"))]) == 0
         (path,) = (tmp_path / "n1" / "files").glob("*@1@home.ecckpt")
         flip(path, SUPERBLOCK_BYTES)
