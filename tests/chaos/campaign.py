@@ -6,7 +6,9 @@ faults, close, then lose as many nodes as the newest committed generation surviv
 - all ranks end a save alike: committed on all, or failed on all;
 - a restore finds the newest committed generation or a newer one, the same on all ranks, and the
   bytes that were saved;
-- nothing committed is lost while its margin lasts.
+- nothing committed is lost while its margin lasts;
+- a restore that finds only what failed saves have left says so, if nothing was ever committed: then
+  the run goes on under another name, as its error says.
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ class Campaign:
         self._contents: dict[Step, int] = {}  # what was saved: the seed of the states
         self._committed: Step | None = None
         self._timeline = 0
+        self._runs = 0
 
     def round(self) -> None:
         """Start, restore, save under faults, end, lose nodes."""
-        with World(self._cluster, code=(3, 2), save_timeout_s=20, restore_timeout_s=20) as world:
+        settings = {"code": (3, 2), "save_timeout_s": 20, "restore_timeout_s": 20}
+        with World(self._cluster, run=self._run, **settings) as world:
             step = self._restore(world)
+            if step is None:
+                self._runs += 1
+                return
             pending: list[SaveHandle] = []
             for _ in range(self._random.randint(1, 3)):
                 step += self._random.randint(1, 5)
@@ -58,9 +65,19 @@ class Campaign:
         self._settle(pending)
         self._lose()
 
-    def _restore(self, world: World) -> int:
+    @property
+    def _run(self) -> str:
+        return f"test{self._runs or ''}"
+
+    def _restore(self, world: World) -> int | None:
         states = states_for(6, seed=0)
-        found = world.restore(states)
+        try:
+            found = world.restore(states)
+        except errors.NothingToRestore as error:
+            if self._committed is not None:
+                raise
+            self._say(f"nothing was ever committed: {error}")
+            return None
         self._timeline = world.checkpointers[0].timeline
         if found[0] is None:
             assert self._committed is None
@@ -109,7 +126,7 @@ class Campaign:
 
     def _lose(self) -> None:
         clients = map(self._cluster.client, self._cluster.nodes)
-        plan = plan_recovery("test", [client.inventory("test") for client in clients])
+        plan = plan_recovery(self._run, [client.inventory(self._run) for client in clients])
         margins = {
             (report.generation.timeline, report.generation.step): report.margin
             for report in plan.generations
