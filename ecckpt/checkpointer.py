@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ecckpt import agents as node_agents
 from ecckpt import wire
+from ecckpt.archiving import Disks
 from ecckpt.config import ClusterConfig, NodeConfig, named
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
@@ -47,7 +48,7 @@ from ecckpt.saving import COMMIT_TIMEOUT_S, Following, SaveHandle, Watcher
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
 from ecckpt.state import Replicas, ShardPlan, plan_shard
-from ecckpt.storing import Disks, Storer
+from ecckpt.storing import Storer
 from ecckpt.tracing import Moment, Tracer, moment
 
 if TYPE_CHECKING:
