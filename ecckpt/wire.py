@@ -21,7 +21,7 @@ from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
 from ecckpt.lineage import RollBack
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 
@@ -304,6 +304,18 @@ class Verified:
 
     bad: tuple[Block, ...]
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Begin a timeline of a session, unless another start of the run has; show what is there.
+
+    Refuses all writers of older timelines from then on. Asked again, it is answered again.
+    """
+
+    run: str
+    timeline: int
+    session: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecckpt import wire
 from ecckpt.agent.coding import bad_blocks, data_views
+from ecckpt.beginning import first_free
 from ecckpt.counting import (
     POISON,
     Count,
@@ -38,8 +39,8 @@ from ecckpt.errors import (
 )
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Outcome, Way, guard_of, judge, next_timeline, passes_over, way_home
-from ecckpt.recovery import Inventory, plan_recovery
+from ecckpt.ordering import Outcome, Way, guard_of, judge, passes_over, way_home
+from ecckpt.recovery import Inventory, RecoveryPlan, plan_recovery
 from ecckpt.sim.host import Host, answering
 from ecckpt.sim.world import Actor, Failure, Steps, Wait, sleep, together
 
@@ -50,6 +51,7 @@ _WATCH_S = 1.0
 _COMMIT_TIMEOUT_S = 2.0
 _COPY_S = 0.5
 _LOCAL_TIMEOUT_S = 10.0
+_KNOWN_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -242,8 +244,9 @@ class Rank(Actor):
     def _restore(self) -> Steps:
         session = self.session
         for attempt in range(20):
+            known = 0 if attempt else (yield from self._known_timeline())
             way, timeline = yield from session.decide(
-                self, f"{attempt}/order", None, lambda _: self._lead_order()
+                self, f"{attempt}/order", known, self._lead_order
             )
             self._timeline = timeline
             if way is None:
@@ -271,20 +274,22 @@ class Rank(Actor):
                 return generation.step + 1
         raise Failure("20 generations were refused")
 
-    def _lead_order(self) -> Steps:
+    def _known_timeline(self) -> Steps:
+        run = self.session.run
+        look = answering(lambda agent: agent.core.ledgers.look(run).fence)
+        try:
+            return (yield self.host.call(self.host.node, look, _KNOWN_TIMEOUT_S))
+        except EcckptError:
+            return 0
+
+    def _lead_order(self, known: list[int]) -> Steps:
         session = self.session
-        if not session.timeline:
-            found = plan_recovery(session.run, (yield from self._inventories()))
-            session.timeline = next_timeline(found, 0)
-            yield from self._each_peer(
-                wire.Fence(session.run, session.timeline, None, found.roll_backs)
-            )
-        plan = yield from self._plan()
+        begun = session.timeline
+        plan = self._plan((yield from (self._look() if begun else self._begin(known))))
         if session.silent and not session.asked_again and passes_over(plan):
             session.asked_again = True
             session.silent.clear()
-            yield from self._each_peer(wire.Fence(session.run, session.timeline, None, ()))
-            plan = yield from self._plan()
+            plan = self._plan((yield from self._look()))
         if not session.refusals.refused:
             chosen = plan.chosen.generation if plan.chosen else None
             session.truth.chosen(chosen, session.answering)
@@ -303,9 +308,33 @@ class Rank(Actor):
             for shard in plan.chosen.shards
         ]
 
-    def _plan(self) -> Steps:
+    def _begin(self, known: list[int]) -> Steps:
+        """Fence and look in one, as ``leading.Leader`` does."""
         session = self.session
-        inventories = yield from self._inventories()
+        numbers = first_free(known)
+        timeline = next(numbers)
+        while True:
+            answers = yield from self._ask_each(wire.Begin(session.run, timeline, session.name))
+            newer = [each.current for each in answers if isinstance(each, Fenced)]
+            try:
+                timeline = numbers.send(newer)
+            except StopIteration as end:
+                session.timeline = end.value
+                return answers
+
+    def _look(self) -> Steps:
+        session = self.session
+        answers = yield from self._ask_each(wire.Begin(session.run, session.timeline, session.name))
+        self._require_unfenced(answers)
+        return answers
+
+    def _require_unfenced(self, answers: list[Any]) -> None:
+        for each in answers:
+            if isinstance(each, Fenced):
+                raise Failure(str(each))
+
+    def _plan(self, inventories: list[Inventory]) -> RecoveryPlan:
+        session = self.session
         session.answering = {inventory.node for inventory in inventories}
         return plan_recovery(session.run, inventories, refused=session.refusals.refused)
 
@@ -319,44 +348,28 @@ class Rank(Actor):
             if verdict.failed and session.refusals.fail(generation, verdict.failed):
                 session.truth.refused(generation, session.answering, verdict.failed)
             if verdict.go:
-                fence = wire.Fence(session.run, session.timeline, generation, ())
-                yield from self._each_peer(fence)
+                self.spawn(self._tell(wire.Fence(session.run, session.timeline, generation, ())))
                 session.truth.begins(session.timeline, generation)
+            yield from ()  # decided at once
             return [verdict.go] * len(outcomes)
 
         return lead
 
-    def _inventories(self) -> Steps:
-        run = self.session.run
+    def _tell(self, fence: wire.Fence) -> Steps:
+        yield from self._ask_each(fence)
 
-        def look(agent: Any) -> Inventory:
-            return agent.core.ledgers.look(run).inventory(agent.node)  # type: ignore[no-any-return]
-
-        return (
-            yield from self._ask_each(
-                lambda host: host.call(
-                    self.host.node, answering(look), self.session.rules.patience_s
-                )
-            )
-        )
-
-    def _each_peer(self, message: wire.Fence) -> Steps:
-        patience_s = self.session.rules.patience_s
-        return (
-            yield from self._ask_each(lambda host: host.ask(self.host.node, message, patience_s))
-        )
-
-    def _ask_each(self, ask: Callable[[Host], Wait]) -> Steps:
-        """Answers of all agents; one that does not answer is not asked again in this restore."""
+    def _ask_each(self, message: wire.Begin | wire.Fence) -> Steps:
+        """Of all agents, or their ``Fenced``; one that is silent is not asked again by itself."""
         session = self.session
         hosts = [host for node, host in session.hosts.items() if node not in session.silent]
-        answers = yield together([ask(host) for host in hosts])
+        patience_s = session.rules.patience_s
+        answers = yield together([host.ask(self.host.node, message, patience_s) for host in hosts])
         for host, answer in zip(hosts, answers, strict=True):
-            if isinstance(answer, Fenced):
-                raise Failure(str(answer))
-            if isinstance(answer, Exception):
+            if isinstance(answer, Exception) and not isinstance(answer, Fenced):
                 session.silent.add(host.node)
-        return [answer for answer in answers if not isinstance(answer, Exception)]
+        return [
+            each for each in answers if isinstance(each, Fenced) or not isinstance(each, Exception)
+        ]
 
     def _bring(self, way: Way, timeline: int) -> Steps:
         if way.local:
