@@ -95,7 +95,7 @@ class AgentClient:
         offset: int = 0,
         timeout_s: float,
         patience_s: float = http.IDLE_TIMEOUT_S,
-        pace: http.Take | None = None,
+        pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.

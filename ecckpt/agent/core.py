@@ -4,7 +4,7 @@ A driver hands in requests and the ends of actions, one at a time, and performs 
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
     Reserve, Stage, Protect, Hold, Held, Commit, Begin, Fence,
-    Fetch, Guard, Store, Retain                                   requests (wire.py)
+    Fetch, Guard, Store, Retain                                   requests (wire/)
     Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
