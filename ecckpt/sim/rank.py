@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ecckpt.errors import EcckptError
 from ecckpt.generation import Generation
 from ecckpt.ordering import guard_of
+from ecckpt.sim.archiving import Archiver
 from ecckpt.sim.host import Host
 from ecckpt.sim.restoring import Restorer
 from ecckpt.sim.saving import LOCAL_TIMEOUT_S, Saver
@@ -29,6 +30,7 @@ class Rank(Actor):
         self.session, self.rank, self.host = session, rank, host
         self.timeline = 0
         self.parent: Generation | None = None
+        self.archiver = Archiver(self)
         self.saver = Saver(self)
 
     def main(self) -> Steps:

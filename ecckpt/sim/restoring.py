@@ -45,6 +45,7 @@ class Restorer:
             )
             rank.timeline = order.timeline
             if order.header is None:
+                self._begin_archive(order)
                 return 0
             parts, outcome = None, Outcome("ok", "")
             try:
@@ -60,6 +61,7 @@ class Restorer:
                 start = Start(order.timeline, session.name, session.ranks)
                 session.truth.loaded(start, rank.rank, generation, parts or [])
                 rank.parent = generation
+                self._begin_archive(order)
                 if order.repair:
                     self._protect_again(order, order.header)
                 return generation.step + 1
@@ -72,6 +74,10 @@ class Restorer:
             return (yield self._host.call(self._host.node, look, _KNOWN_TIMEOUT_S))
         except EcckptError:
             return 0
+
+    def _begin_archive(self, order: Order) -> None:
+        leader = self._leader
+        self._rank.archiver.begin(order.timeline, leader.on_disk, leader.roll_backs)
 
     def _protect_again(self, order: Order, header: Header) -> None:
         deadline_s = self._rank.world.now_s + self._session.rules.save_timeout_s

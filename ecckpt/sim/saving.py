@@ -71,6 +71,7 @@ class Saver:
             yield from self._stage(shard)
         except EcckptError as error:
             self.latest = Saving(shard, deadline_s, True, error)
+            session.truth.failed(shard, error)
             self._rank.spawn(self._give_up(shard))
             return
         saving = Saving(shard, self._world.now_s + session.rules.save_timeout_s)
@@ -129,7 +130,10 @@ class Saver:
                     step = steps.send(result)
         except StopIteration as end:
             saving.error, saving.done = end.value, True
+        if counted and saving.error is not None:
+            self._session.truth.failed(saving.shard, saving.error)
         if counted and saving.error is None:
+            self._rank.archiver.committed(saving.shard.generation)
             self._rank.spawn(self._rank.guard())  # again: the agent may have been replaced
             self._session.truth.committed(self._host, saving.shard.generation)
 

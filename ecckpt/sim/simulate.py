@@ -11,6 +11,7 @@ from random import Random
 
 from ecckpt.agent.sizes import steady_bytes
 from ecckpt.generation import Generation, ShardId
+from ecckpt.retention import Keep
 from ecckpt.sim.counts import Counts
 from ecckpt.sim.faults import Faults, draw
 from ecckpt.sim.host import Host, Witness
@@ -18,7 +19,7 @@ from ecckpt.sim.injecting import Injector
 from ecckpt.sim.launching import Launcher
 from ecckpt.sim.network import Network
 from ecckpt.sim.rules import Rules
-from ecckpt.sim.truth import Violation
+from ecckpt.sim.violation import Violation
 from ecckpt.sim.world import World
 
 _CALM_S = 15.0  # until something is committed
@@ -61,7 +62,15 @@ class Simulation:
         self.ranks = rng.choice(sizes)
         self.rules = _draw_rules(rng, k, m)
         self.budget_bytes = self.rules.budget_bytes
-        self.launcher = Launcher(self, self.rules, seed=seed, ranks=self.ranks, sizes=sizes)
+        self.disks = bool(self.rules.disk_every)
+        self.launcher = Launcher(
+            self,
+            self.rules,
+            seed=seed,
+            ranks=self.ranks,
+            sizes=sizes,
+            strict=self.faults.of_disks_alone,
+        )
         racks = rng.choice([nodes, max(1, nodes // 4)])
         self.hosts = {f"n{at}": Host(f"n{at}", f"rack{at % racks}", self) for at in range(nodes)}
         self._injector = Injector(self, self.launcher, self.faults)
@@ -112,7 +121,10 @@ class Simulation:
             )
 
     def _is_well(self, since: Counts) -> bool:
-        return self.launcher.commits > since.commits and self.launcher.truth.is_whole()
+        truth = self.launcher.truth
+        if self.launcher.commits <= since.commits or not truth.is_whole():
+            return False
+        return not self.disks or self.launcher.counts.stored > since.stored
 
 
 def _draw_rules(rng: Random, k: int, m: int) -> Rules:
@@ -126,13 +138,21 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
         save_timeout_s=rng.choice([20.0, 60.0]),
         restore_timeout_s=rng.choice([20.0, 40.0]),
         guarded=rng.random() < 0.5,
-        roll_back=rng.choice([0.0, 0.0, 0.3]),
+        roll_back=rng.choice([0.0, 0.0, 0.5]),
         reshape=rng.choice([0.0, 0.0, 0.5]),
+        disk_every=rng.choice([0, 0, 1, 2]),
+        disk_bytes=0,
+        keep=Keep(rng.choice([1, 2, 3])),
     )
     some = ShardId("sim", Generation(1, 0, "0" * 16), 0)
     header = rules.header(some, ranks=1, home="n0", parent=None)
     need_bytes = steady_bytes(header, local_ranks=2, holders=k + m)
-    return replace(rules, budget_bytes=int(need_bytes * rng.choice([1.0, 1.5, 4.0])))
+    stored_bytes = 2 * (header.file_bytes + (k + m) * header.at(0).file_bytes)
+    return replace(
+        rules,
+        budget_bytes=int(need_bytes * rng.choice([1.0, 1.5, 4.0])),
+        disk_bytes=(rules.keep.last + 2) * stored_bytes * rng.choice([1, 4]),
+    )
 
 
 def simulate(seed: int, nodes: int, faults: Faults | None = None) -> Outcome:
