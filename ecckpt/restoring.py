@@ -2,7 +2,10 @@
 
 rank 0                                   every rank
 ------                                   ----------
-fence older timelines, take inventories
+                                <------  which timelines this node knows
+ask all agents to begin the next one,
+which fences older ones off; each
+answers with its inventory
 plan -> an order for each rank  ------>  bring the shard home, prove every block
                                          check it against the state, change nothing
 all fine?                       <------  outcome
@@ -48,6 +51,8 @@ from ecckpt.state import Shard, check, is_relaid, read_shard
 from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
+
+_KNOWN_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,8 @@ class Restorer:
         self._slots = slots
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
-        self.leader = Leader(cluster, self._peers, after=after)
+        self._after = after
+        self.leader = Leader(cluster, self._peers, session=meeting.session)
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -197,12 +203,27 @@ class Restorer:
     # -- between rank 0 and all -------------------------------------------------------------------
 
     def _order(self, attempt: int, wanted: Wanted, *, alike: bool = False) -> Order:
-        def lead(_: list[bytes]) -> Sequence[bytes]:
-            return [wire.pack(order) for order in self.leader.order(wanted, alike=alike)]
+        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+            known = [int(payload) for payload in payloads]
+            orders = self.leader.order(wanted, known=known, alike=alike)
+            return [wire.pack(order) for order in orders]
 
         tag = f"{self._tag}/{attempt}/order"
-        answer = self._meeting.decide(tag, b"", lead, timeout_s=self._timeout_s)
+        known = b"0" if attempt else str(self._known_timeline()).encode()
+        answer = self._meeting.decide(tag, known, lead, timeout_s=self._timeout_s)
         return wire.unpack(Order, answer)
+
+    def _known_timeline(self) -> int:
+        """The newest that this session or this node's agent has seen: it saves rank 0 a round.
+
+        This session's own counts even where all agents forgot it: its saves are still counted in
+        the store, and a save of the same name would be taken for one of them.
+        """
+        agent = replace(self._cluster.agent, timeout_s=_KNOWN_TIMEOUT_S)
+        try:
+            return max(self._after, agent.inventory(self._cluster.run).fence)
+        except (EcckptError, OSError):
+            return self._after
 
     def _verdict(
         self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ecckpt import wire
+from ecckpt.beginning import first_free
 from ecckpt.errors import EcckptError, Fenced, NoRoomToRestore
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack, in_force
-from ecckpt.ordering import Ground, Outcome, Refusals, judge, next_timeline, orders, passes_over
+from ecckpt.ordering import Ground, Outcome, Refusals, judge, orders, passes_over
 from ecckpt.recovery import Inventory, RecoveryPlan, plan_recovery
-from ecckpt.sim.host import Host
-from ecckpt.sim.network import answering
-from ecckpt.sim.world import Failure, Steps, Wait, together
+from ecckpt.sim.world import Failure, Steps, together
 
 if TYPE_CHECKING:
     from ecckpt.sim.rank import Rank
@@ -23,7 +22,7 @@ class Leader:
     """Leads the one restore of a session."""
 
     def __init__(self, rank: Rank) -> None:
-        self._session, self._node = rank.session, rank.host.node
+        self._rank, self._session, self._node = rank, rank.session, rank.host.node
         self._timeline = 0
         self._roll_backs: tuple[RollBack, ...] = ()
         self._refusals = Refusals()
@@ -31,19 +30,15 @@ class Leader:
         self._silent: set[str] = set()
         self._answering: set[str] = set()  # whose inventories the latest plan was made from
 
-    def order(self) -> Steps:
+    def order(self, known: list[int]) -> Steps:
         """The next thing to try: an order for each rank."""
         session = self._session
-        if not self._timeline:
-            found = plan_recovery(session.run, (yield from self._inventories()))
-            self._timeline = next_timeline(found, 0)
-            yield from self._fence(None, found.roll_backs)
-        plan = yield from self._plan()
+        begun = self._timeline
+        plan = self._plan((yield from (self._look() if begun else self._begin(known))))
         if self._silent and not self._asked_again and passes_over(plan):
             self._asked_again = True
             self._silent.clear()
-            yield from self._fence(None, self._roll_backs)
-            plan = yield from self._plan()
+            plan = self._plan((yield from self._look()))
         if not self._refusals.refused:
             chosen = plan.chosen.generation if plan.chosen else None
             session.truth.chosen(chosen, self._answering, session.wanted)
@@ -69,21 +64,22 @@ class Leader:
             if verdict.failed and self._refusals.fail(generation, verdict.failed):
                 session.truth.refused(generation, self._answering, verdict.failed)
             if verdict.go:
-                if session.wanted.named:
+                named = session.wanted.named
+                if named:
                     went_back = RollBack(self._timeline, generation)
                     self._roll_backs = in_force((*self._roll_backs, went_back))
-                yield from self._fence(generation, self._roll_backs)
-                named = session.wanted.named
+                    _require_unfenced((yield from self._tell(generation)))
+                else:
+                    self._rank.spawn(self._tell(generation))
                 session.truth.begins(self._timeline, generation, on_purpose=named)
             return [verdict.go] * len(outcomes)
 
         return lead
 
-    def _plan(self) -> Steps:
+    def _plan(self, inventories: list[Inventory]) -> RecoveryPlan:
         session = self._session
-        inventories = yield from self._inventories()
         self._answering = {inventory.node for inventory in inventories}
-        plan: RecoveryPlan = plan_recovery(
+        plan = plan_recovery(
             session.run,
             inventories,
             step=session.wanted.step,
@@ -93,30 +89,46 @@ class Leader:
         self._roll_backs = plan.roll_backs
         return plan
 
-    def _inventories(self) -> Steps:
+    def _begin(self, known: list[int]) -> Steps:
+        numbers = first_free(known)
+        timeline = next(numbers)
+        while True:
+            answers = yield from self._ask(timeline)
+            newer = [each.current for each in answers if isinstance(each, Fenced)]
+            try:
+                timeline = numbers.send(newer)
+            except StopIteration as end:
+                self._timeline = end.value
+                return answers
+
+    def _look(self) -> Steps:
+        answers = yield from self._ask(self._timeline)
+        _require_unfenced(answers)
+        return answers
+
+    def _ask(self, timeline: int) -> Steps:
         session = self._session
+        return (yield from self._answers(wire.Begin(session.run, timeline, session.name)))
 
-        def look(agent: Any) -> Inventory:
-            return agent.core.ledgers.look(session.run).inventory(agent.node)  # type: ignore[no-any-return]
+    def _tell(self, restored: Generation) -> Steps:
+        message = wire.Fence(self._session.run, self._timeline, restored, self._roll_backs)
+        return (yield from self._answers(message))
 
-        def ask(host: Host) -> Wait:
-            return host.call(self._node, answering(look), session.rules.patience_s)
-
-        return (yield from self._ask_each(ask))
-
-    def _fence(self, restored: Generation | None, roll_backs: tuple[RollBack, ...]) -> Steps:
-        session = self._session
-        message = wire.Fence(session.run, self._timeline, restored, roll_backs)
-        patience_s = session.rules.patience_s
-        yield from self._ask_each(lambda host: host.ask(self._node, message, patience_s))
-
-    def _ask_each(self, ask: Callable[[Host], Wait]) -> Steps:
-        """Answers of all agents; one that does not answer is not asked again in this restore."""
+    def _answers(self, message: wire.Begin | wire.Fence) -> Steps:
+        """Of all agents, or their ``Fenced``; one that is silent is left out from then on."""
+        patience_s = self._session.rules.patience_s
         hosts = [host for node, host in self._session.hosts.items() if node not in self._silent]
-        answers = yield together([ask(host) for host in hosts])
-        for host, answer in zip(hosts, answers, strict=True):
-            if isinstance(answer, Fenced):
-                raise Failure(str(answer))
-            if isinstance(answer, EcckptError):
+        got = yield together([host.ask(self._node, message, patience_s) for host in hosts])
+        answers = []
+        for host, answer in zip(hosts, got, strict=True):
+            if isinstance(answer, EcckptError) and not isinstance(answer, Fenced):
                 self._silent.add(host.node)
-        return [answer for answer in answers if not isinstance(answer, EcckptError)]
+            else:
+                answers.append(answer)
+        return answers
+
+
+def _require_unfenced(answers: list[Any]) -> None:
+    for each in answers:
+        if isinstance(each, Fenced):
+            raise Failure(str(each))

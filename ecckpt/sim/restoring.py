@@ -25,6 +25,8 @@ from ecckpt.sim.world import Failure, Steps, sleep
 if TYPE_CHECKING:
     from ecckpt.sim.rank import Rank
 
+_KNOWN_TIMEOUT_S = 1.0
+
 
 class Restorer:
     """Restores one rank, once."""
@@ -37,8 +39,9 @@ class Restorer:
         """Restore with the others; returns the step to go on with."""
         session, rank = self._session, self._rank
         for attempt in range(20):
+            known = 0 if attempt else (yield from self._known_timeline())
             order: Order = yield from session.decide(
-                rank, f"{attempt}/order", None, lambda _: self._leader.order()
+                rank, f"{attempt}/order", known, self._leader.order
             )
             rank.timeline = order.timeline
             if order.header is None:
@@ -61,6 +64,14 @@ class Restorer:
                     self._protect_again(order, order.header)
                 return generation.step + 1
         raise Failure("20 generations were refused")
+
+    def _known_timeline(self) -> Steps:
+        run = self._session.run
+        look = answering(lambda agent: agent.core.ledgers.look(run).fence)
+        try:
+            return (yield self._host.call(self._host.node, look, _KNOWN_TIMEOUT_S))
+        except EcckptError:
+            return 0
 
     def _protect_again(self, order: Order, header: Header) -> None:
         deadline_s = self._rank.world.now_s + self._session.rules.save_timeout_s
