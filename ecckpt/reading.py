@@ -124,6 +124,11 @@ class ShardReader:
         if lacking.any():
             self._decode(lacking)
 
+    def whole(self) -> memoryview:
+        """All of the shard, as ``require`` brings it: ``data``."""
+        self.require(np.array([0]), np.array([self._header.shard_bytes]))
+        return self.data
+
     def read(self, start: int, target: memoryview) -> None:
         """Fill ``target`` with the shard's bytes from ``start`` on, as ``require`` brings them.
 
