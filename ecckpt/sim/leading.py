@@ -66,6 +66,7 @@ class Leader:
                 session.truth.refused(generation, self._answering, verdict.failed)
             if verdict.go:
                 named = session.wanted.named
+                session.truth.decides(generation)
                 if named:
                     went_back = RollBack(self._timeline, generation)
                     self.roll_backs = in_force((*self.roll_backs, went_back))

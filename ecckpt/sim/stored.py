@@ -152,7 +152,8 @@ class Stored:
         assert piece is not None
         header, view = file.header, host.platter.view(file.path)
         size_bytes = header.fragment_bytes
-        wrong = self._memory.wrong.get((host.node, header.shard, header.index), set())
+        key = host.node, header.shard, header.index
+        wrong = self._memory.wrong.get(key, set()) | self.pieces.wrong.get(key, set())
         for at in range(header.k if header.index == HOME else 1):
             index = at if header.index == HOME else header.index
             start = SUPERBLOCK_BYTES + at * size_bytes

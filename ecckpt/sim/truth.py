@@ -80,6 +80,7 @@ class Truth:
         self._committed: set[Generation] = set()
         self._timeline = 0
         self._begun_at: Generation | None = None
+        self._decided: Generation | None = None  # to go on from, which agents may know before us
         self._loaded: dict[Start, Loaded] = {}
 
     # -- what agents do ---------------------------------------------------------------------------
@@ -99,7 +100,9 @@ class Truth:
         shard = piece.header.shard
         before = restorable(self._pieces.of(shard))
         self._pieces.pop(host.node, action.region.name)
-        if shard.generation == self.safe and before and not restorable(self._pieces.of(shard)):
+        if not before or shard.generation != self.safe or self._is_leaving():
+            return
+        if not restorable(self._pieces.of(shard)):
             raise Violation(
                 "retention", f"{host.node} gave up the last of {shard}, which nothing replaces"
             )
@@ -253,7 +256,12 @@ class Truth:
         if self._choices.abandoned(self.safe, answering):
             return  # whoever was told that it is wanted again is away
         for shard in self._reach(self.safe, answering, instead_of=generation):
-            self._check_margin(shard, answering)
+            if not self._is_leaving():
+                self._check_margin(shard, answering)
+
+    def _is_leaving(self) -> bool:
+        """Whether agents may know of another generation to go on from than the safe one."""
+        return self._decided not in (None, self._begun_at)
 
     def _check_stored(self, generation: Generation | None, answering: Collection[str]) -> None:
         """What agents were told is on disk: the newest is chosen, or something newer."""
@@ -303,6 +311,10 @@ class Truth:
                 raise Violation("bytes", text)
             self.counts.reshaped += self._ranks[generation] != start.ranks
 
+    def decides(self, generation: Generation) -> None:
+        """All ranks can have it, and agents are about to hear that they go on from it."""
+        self._decided = generation
+
     def begins(
         self, timeline: int, generation: Generation | None, *, on_purpose: bool = False
     ) -> None:
@@ -311,6 +323,7 @@ class Truth:
             return  # stopped in between, and fenced off without knowing
         # An equal one begins where all who answer have lost their memory, and the others are away.
         self._timeline, self._begun_at = timeline, generation
+        self._decided = generation
         if on_purpose and generation is not None:
             self._choices.made(timeline, generation)
             self.counts.roll_backs += 1
