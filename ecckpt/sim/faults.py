@@ -50,11 +50,11 @@ class Faults:
 
     @property
     def of_disks_alone(self) -> bool:
-        """Whether nothing but disks can fail, so that every save has to go well."""
+        """Whether disks can fail and nothing else, so that every save has to go well."""
         ours = ("disk_", "away_s", "late_s", "partition_s", "stall_s", "one_way", "burst", "reboot")
-        return not any(
-            getattr(self, each.name) for each in fields(self) if not each.name.startswith(ours)
-        )
+        there = [each.name for each in fields(self) if getattr(self, each.name)]
+        on_disk = any(name.startswith("disk_") for name in there)
+        return on_disk and all(name.startswith(ours) for name in there)
 
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}

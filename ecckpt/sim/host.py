@@ -106,11 +106,11 @@ class Host:
         """What a person does with files that no agent can read: remove them."""
         if self.agent is not None:
             rejected = self.agent.core.ledgers.rejected
-            for name in rejected:
+            for name in [each for each in rejected if each != UNREADABLE_DISK]:
+                del rejected[name]
                 self.memory.files.pop(name, None)
                 if self.platter is not None and name.startswith("disk/"):
                     self.platter.forget(name.removeprefix("disk/"))
-            rejected.clear()
 
     def see_to_disk(self) -> None:
         """What a person does about a disk that could not be read: start the agent again."""

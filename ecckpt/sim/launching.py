@@ -55,11 +55,6 @@ class Launcher(Actor):
         counts.add(self.truth.counts)
         return counts
 
-    @property
-    def commits(self) -> int:
-        """Of all runs so far."""
-        return self._before.commits + self.truth.counts.commits
-
     def end_ranks(self, chosen: Callable[[Rank], bool]) -> None:
         """Kill those ranks, of whatever session."""
         for member in self._started:

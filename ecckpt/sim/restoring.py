@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 from ecckpt import wire
 from ecckpt.agent.coding import bad_blocks, data_views
 from ecckpt.client import AgentClient
-from ecckpt.errors import CorruptFragment, EcckptError, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import (
+    AgentUnreachable,
+    CorruptFragment,
+    EcckptError,
+    MemoryBudgetTooSmall,
+    TmpfsFull,
+)
 from ecckpt.fragment import SUPERBLOCK_BYTES, Header
 from ecckpt.ordering import Order, Outcome, ShardSources
 from ecckpt.reading import Peers
@@ -85,13 +91,27 @@ class Restorer:
 
     def _bring(self, order: Order) -> Steps:
         """The parts of shards that this rank goes on from."""
-        header, rules = order.header, self._session.rules
+        header = order.header
         assert header is not None
         if order.shards:
             return (yield from self._reshape(order))
+        for _ in range(2):
+            if not (yield from self._await_agent()):
+                break
+            try:
+                return [Part(header.shard, 0, (yield from self._through_agent(order)))]
+            except AgentUnreachable:
+                continue
+        fragments = {each.index: each.addresses for each in order.sources}
+        data = yield from self._read(order, ShardSources(header, (), fragments))
+        return [Part(header.shard, 0, data)]
+
+    def _through_agent(self, order: Order) -> Steps:
+        header, rules = order.header, self._session.rules
+        assert header is not None
         if order.local:
             try:
-                return [Part(header.shard, 0, (yield from self._proven(header)))]
+                return (yield from self._proven(header))
             except EcckptError:
                 pass  # peers will have it
         fetch = wire.Fetch(
@@ -102,9 +122,10 @@ class Restorer:
             0.8 * rules.restore_timeout_s,
         )
         yield self._host.ask(self._host.node, fetch, 0.9 * rules.restore_timeout_s)
-        return [Part(header.shard, 0, (yield from self._proven(header)))]
+        return (yield from self._proven(header))
 
     def _await_agent(self) -> Steps:
+        """Whether this node's agent answers, now or soon."""
         patience_s, world = self._session.rules.patience_s, self._rank.world
         deadline_s = world.now_s + patience_s
         here = answering(lambda agent: agent.node)
@@ -114,7 +135,8 @@ class Restorer:
             except EcckptError:
                 yield sleep(0.1)
             else:
-                return
+                return True
+        return False
 
     def _proven(self, header: Header) -> Steps:
         """The shard's bytes at home, every block checked."""

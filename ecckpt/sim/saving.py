@@ -53,6 +53,11 @@ class Saver:
         self._session, self._world = rank.session, rank.world
         self._given_up: list[Generation] = []
 
+    @property
+    def error(self) -> EcckptError | None:
+        """Why the latest save failed, if it has."""
+        return self.latest.error if self.latest else None
+
     def save(self, step: int) -> Steps:
         """Stage a step, behind the one before; the rest goes on by itself."""
         session = self._session

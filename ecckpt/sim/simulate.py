@@ -25,6 +25,7 @@ from ecckpt.sim.world import World
 _CALM_S = 15.0  # until something is committed
 _FAULTS_S = 60.0
 _QUIET_S = 300.0
+_LOOK_S = 1.0
 _CODES = ((1, 1), (2, 1), (3, 2), (4, 2))
 
 
@@ -114,17 +115,18 @@ class Simulation:
         self._injector.end()
         since = self.launcher.counts
         end_s = self.world.now_s + _QUIET_S
-        self.world.run(end_s, ended=lambda: self._is_well(since))
+        while self.world.now_s < end_s and not self._is_well(since):
+            self.world.run(self.world.now_s + _LOOK_S)
         if not self._is_well(since):
             raise Violation(
                 "liveness", f"{_QUIET_S:g} s after the last fault there is no whole generation"
             )
 
     def _is_well(self, since: Counts) -> bool:
-        truth = self.launcher.truth
-        if self.launcher.commits <= since.commits or not truth.is_whole():
+        now = self.launcher.counts
+        if now.commits <= since.commits or (self.disks and now.stored <= since.stored):
             return False
-        return not self.disks or self.launcher.counts.stored > since.stored
+        return self.launcher.truth.is_whole()
 
 
 def _draw_rules(rng: Random, k: int, m: int) -> Rules:

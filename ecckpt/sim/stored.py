@@ -13,6 +13,7 @@ from ecckpt.agent.ledgers import Ledgers
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES
 from ecckpt.generation import Generation, ShardId
 from ecckpt.sim.pieces import Piece, Pieces
+from ecckpt.sim.rules import Rules
 from ecckpt.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 class Stored:
     """Of one run. ``told`` are the generations that agents were told last are on disk, and stay.
 
-    ``least`` is how many fragments of a shard have to be there for that.
+    The last of them stay, as many as ``rules`` say.
     """
 
-    def __init__(self, run: str, memory: Pieces, *, k: int, least: int) -> None:
+    def __init__(self, run: str, memory: Pieces, rules: Rules) -> None:
         self.told: tuple[Generation, ...] = ()
         self.pieces = Pieces()
-        self._run, self._k, self._least = run, k, least
+        self._run, self._k, self._least, self._last = run, rules.k, rules.least, rules.keep.last
         self._memory = memory
         self._ever: dict[ShardId, set[int]] = defaultdict(set)
         self._owed: dict[ShardId, list[Piece]] = {}
@@ -84,7 +85,7 @@ class Stored:
             generation = file.header.shard.generation
             if file.header.shard.run != self._run:
                 continue
-            if generation in self.told and not left(generation):
+            if generation in self.told[-self._last :] and not left(generation):
                 raise Violation("retention", f"{host.node} removes {file.header.shard} from disk")
             piece = self.pieces.pop(host.node, str(file.path))
             if piece is not None:
@@ -98,6 +99,8 @@ class Stored:
     def retained(self, message: wire.Retain, shards: Iterable[ShardId]) -> bool:
         """An agent was told what is on disk everywhere; whether its newest is news."""
         newest, before = message.generations[-1], self.told
+        if before and newest < before[-1]:
+            return False  # said before, and late
         self.told = message.generations
         if newest in before:
             return False
@@ -131,9 +134,8 @@ class Stored:
         left = [piece for piece in self.of(shard) if piece.node in answering]
         gone = {piece.node for piece in owed if piece not in left or piece.rotten}
         indices = {piece.header.index for piece in owed}
-        spread = len({piece.node for piece in owed}) == len(owed) == len(indices)
         spare = len(indices - {HOME}) - self._k + (HOME in indices)
-        if spread and len(gone) <= spare:
+        if len(gone) <= spare:
             raise Violation(
                 "margin", f"{shard} is lost on disk with {len(gone)} nodes: {', '.join(gone)}"
             )

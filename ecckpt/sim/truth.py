@@ -73,7 +73,7 @@ class Truth:
         self._ranks: dict[Generation, int] = {}
         self._saved: dict[ShardId, bytes] = {}
         self._pieces = Pieces()
-        self._stored = Stored(run, self._pieces, k=rules.k, least=rules.least)
+        self._stored = Stored(run, self._pieces, rules)
         self._choices = Choices()
         self._sealed: dict[ShardId, set[int]] = defaultdict(set)
         self._owed: dict[ShardId, list[Piece]] = {}
@@ -139,7 +139,7 @@ class Truth:
     def allocated(self, host: Host, action: Allocate) -> None:
         """A region was given to a task: what the run occupies is within its budget."""
         used_bytes = host.memory.used_bytes[action.run]
-        budget_bytes = action.budget_bytes or host.cluster.budget_bytes
+        budget_bytes = host.cluster.budget_bytes
         if used_bytes > budget_bytes:
             raise Violation("budget", f"{host.node}: {used_bytes} of {budget_bytes} bytes")
 
