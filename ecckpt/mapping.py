@@ -10,9 +10,13 @@ nothing to copy. A mapping profits if its address is a multiple of a huge page.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import resource
 import weakref
+
+from ecckpt.errors import NotMapped
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -35,7 +39,7 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     """The first ``size_bytes`` of an open file, writable and shared; unmapped with the last view.
 
     The file must be as long: touching what lies beyond its end would end the process. Its address
-    is a multiple of a huge page. Raises ``OSError``.
+    is a multiple of a huge page. Raises ``OSError``, ``NotMapped`` where it is for want of memory.
     """
     # Room for the alignment is taken first and the file mapped into it: nobody else gets between.
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_PAGE_BYTES
@@ -53,6 +57,20 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     array = (ctypes.c_ubyte * size_bytes).from_address(address)
     weakref.finalize(array, _libc.munmap, address, size_bytes).atexit = False
     return memoryview(array).cast("B")
+
+
+def lazy_bytes(size_bytes: int) -> mmap.mmap:
+    """Zeros that take memory only where they are written (or read); ``NotMapped``."""
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise not_mapped("a private copy", size_bytes) from error
+
+
+def not_mapped(what: str, size_bytes: int) -> NotMapped:
+    """The error for memory that this process cannot have, with its limit."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return NotMapped(what, need_bytes=size_bytes, limit_bytes=limit_bytes)
 
 
 def fault_in(view: memoryview) -> None:
@@ -90,7 +108,10 @@ def begin_huge(descriptor: int, view: memoryview) -> bool:
 def _map(address: int | None, size_bytes: int, protection: int, flags: int, file: int) -> int:
     found = _libc.mmap(address, size_bytes, protection, flags, file, 0)
     if found == _FAILED:
-        raise OSError(ctypes.get_errno(), f"cannot map {size_bytes:,} bytes")
+        error = ctypes.get_errno()
+        if error == errno.ENOMEM:
+            raise not_mapped("a file in memory", size_bytes)
+        raise OSError(error, f"cannot map {size_bytes:,} bytes")
     return int(found)
 
 

@@ -13,7 +13,8 @@ go, or refuse this generation   ------>  load, or wait for the next order
 
 Rank 0's part is in leading.py, what it goes by in ordering.py. Where another number of ranks saved,
 or a rank finds its DTensors cut in another way, the order names all shards instead, and every rank
-makes its own from them (resharding.py).
+makes its own from them (resharding.py). A rank whose node's agent is away reads its shard from the
+others as well, into its own memory.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from ecckpt.cluster import Cluster
 from ecckpt.codec import Codec
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
+    AgentUnreachable,
     CorruptFragment,
     EcckptError,
     MemoryBudgetTooSmall,
     NotHeld,
     NothingToRestore,
+    NotMapped,
     StateMismatch,
     TmpfsFull,
 )
 from ecckpt.generation import Generation
 from ecckpt.leading import Leader
 from ecckpt.ordering import Order, Outcome, ShardSources, Wanted
-from ecckpt.reading import Peers
+from ecckpt.reading import Peers, ShardReader
 from ecckpt.rendezvous import Meeting
 from ecckpt.resharding import reshape_from
 from ecckpt.saving import SaveHandle
@@ -249,15 +252,15 @@ class Restorer:
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
-        except (MemoryBudgetTooSmall, TmpfsFull) as error:
-            return None, Outcome("room", f"rank {rank}: {error}")
+        except (MemoryBudgetTooSmall, TmpfsFull, NotMapped, MemoryError) as error:
+            return None, Outcome("room", f"rank {rank}: {error or 'MemoryError'}")
         except (EcckptError, OSError) as error:
             self._await_agent()
             return None, Outcome("bad", f"rank {rank}: {error}")
         return brought, Outcome("ok", "")
 
-    def _await_agent(self) -> None:
-        """If this node's agent is being restarted, be back with it at the next attempt."""
+    def _await_agent(self) -> bool:
+        """Whether this node's agent answers, now or soon: it may be on its way back."""
         deadline_s = time.monotonic() + self._patience_s
         agent = replace(self._cluster.agent, timeout_s=self._patience_s)
         while time.monotonic() < deadline_s:
@@ -266,12 +269,25 @@ class Restorer:
             except (EcckptError, OSError):
                 time.sleep(0.1)
             else:
-                return
+                return True
+        return False
 
     def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
         assert order.header is not None
         if order.shards:
             return self._reshape(order, state)
+        peers = self._reading_peers()
+        for _ in range(2):
+            if not self._await_agent():
+                break
+            try:
+                return self._through_agent(order)
+            except AgentUnreachable as error:
+                _log.warning("rank %d: %s", self._meeting.rank, error)
+        return self._without_agent(order, peers)
+
+    def _through_agent(self, order: Order) -> _Brought:
+        assert order.header is not None
         shard_bytes = order.header.shard_bytes
         payload = self._from_home(order) if order.local else None
         if payload is not None:
@@ -279,6 +295,17 @@ class Restorer:
         fetched = self._fetch(order)
         shard = read_shard(self._proven(fetched.slot)[:shard_bytes])
         return _Brought(shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments)
+
+    def _without_agent(self, order: Order, peers: Peers) -> _Brought:
+        """Straight from the others, into memory of this process that is as large as the shard."""
+        assert order.header is not None
+        _log.warning("rank %d restores without its node's agent", self._meeting.rank)
+        by_address = {peer.address: peer for peer in peers.clients.values()}
+        fragments = {each.index: each.addresses for each in order.sources}
+        sources = ShardSources(order.header, (), fragments)
+        reader = ShardReader(sources, replace(peers, clients=by_address))
+        shard = read_shard(reader.whole())
+        return _Brought(shard, "peers", reader.pulled_bytes, reader.rebuilt_fragments)
 
     def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
         rank, ranks = self._meeting.rank, self._meeting.world_size
@@ -302,6 +329,8 @@ class Restorer:
             return self._proven(self._cluster.agent.slot(order.header.shard))
         except NotHeld:
             return None  # on disk only: fetching brings it into memory
+        except NotMapped:
+            raise  # there is no more room for another copy of it
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None

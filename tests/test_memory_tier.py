@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from media import small_tmpfs
 from tier_suite import TierSuite, content_of
 
-from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.mapping import HUGE_PAGE_BYTES, make_huge
 from ecckpt.tiers.memory import MemoryTier, private_folder, void
@@ -164,6 +164,27 @@ def test_spare_regions_of_any_run_go_before_a_tmpfs_is_called_full(small_root):
     kept = take(tier, 12 * MIB)
     assert files(small_root) == [kept.path.name]
     assert [tier.used_bytes(run) for run in ("a", "b", "test")] == [0, 0, 12 * MIB]
+
+
+def test_what_cannot_be_mapped_is_an_error_with_both_numbers_once_spare_regions_are_gone(
+    tier, root
+):
+    tier.recycle("a", take(tier, 32 * MIB, run="a"))
+    kept = take(tier, MIB)
+    free = resource.getrlimit(resource.RLIMIT_AS)
+    status = Path("/proc/self/status").read_text()
+    limit_bytes = int(re.search(r"VmSize:\s+(\d+)", status)[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, free[1]))
+    try:
+        fits = take(tier, 24 * MIB)
+        with pytest.raises(NotMapped, match="ulimit -v") as caught:
+            take(tier, 32 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, free)
+    assert caught.value.need_bytes >= 32 * MIB
+    assert caught.value.limit_bytes == limit_bytes
+    assert files(root) == sorted([kept.path.name, fits.path.name])
+    assert [tier.used_bytes(run) for run in ("a", "test")] == [0, 25 * MIB]
 
 
 @pytest.mark.parametrize("size_bytes", [1 << 40, 1 << 62])

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.errors import InvalidConfig, TmpfsFull
+from ecckpt.errors import InvalidConfig, NotMapped, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.mapping import begin_huge, fault_in, map_file
 from ecckpt.tiers.accounts import Accounts
@@ -64,8 +64,8 @@ class MemoryTier:
         """A region of at least that size whose superblock is void; its other bytes are garbage.
 
         Takes a spare region that fits, else makes one, giving spare ones back to the system where
-        the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
-        as before.
+        the budget asks for it. Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``NotMapped``;
+        the tier is then as before.
         """
         size_bytes = whole_pages(size_bytes)
         with self._lock:
@@ -110,10 +110,10 @@ class MemoryTier:
             freed.path.unlink(missing_ok=True)
 
     def _create_at_any_price(self, size_bytes: int) -> Region:
-        """A new region; where the tmpfs is full of spare ones, of any run, they go first."""
+        """A new region; where memory is full of spare ones, of any run, they go first."""
         try:
             return self._create(size_bytes)
-        except TmpfsFull:
+        except (TmpfsFull, NotMapped):
             if not self._drop_spares():
                 raise
             return self._create(size_bytes)
