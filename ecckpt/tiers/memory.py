@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ecckpt.errors import InvalidConfig, NotMapped, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.mapping import fault_in, map_file
+from ecckpt.mapping import begin_huge, fault_in, map_file
 from ecckpt.tiers.accounts import Accounts
 from ecckpt.tiers.hugepages import HugePages
 
@@ -92,6 +92,13 @@ class MemoryTier:
         with self._lock:
             self._accounts.release(run, region.size_bytes)
 
+    def release(self, run: str) -> None:
+        """Give the spare regions of a run back to the system."""
+        with self._lock:
+            spares = self._accounts.spares(run)
+        for _, region in spares:
+            region.path.unlink(missing_ok=True)
+
     def found(self) -> Iterator[Path]:
         """Region files that lie in the tier's folder, known or not."""
         return iter(sorted(self._folder.glob("*.region")))
@@ -141,10 +148,14 @@ class MemoryTier:
         path = self._folder / f"{secrets.token_hex(8)}.region"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # ftruncate would succeed past the tmpfs limit, and the first write would be a SIGBUS.
+            os.ftruncate(descriptor, size_bytes)
+            region = Region(path, size_bytes, map_file(descriptor, size_bytes))
+            huge = begin_huge(descriptor, region.view)
+            # Past the tmpfs limit the first touch of a page that is not there would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
-            path.unlink()
+            os.ftruncate(descriptor, 0)  # room now, however long the mapping may be referred to
+            path.unlink()  # nobody would find it before the next start
             if error.errno != errno.ENOSPC:
                 raise
             raise TmpfsFull(
@@ -152,13 +163,9 @@ class MemoryTier:
             ) from error
         finally:
             os.close(descriptor)
-        try:
-            region = _map(path, size_bytes)
-        except OSError:
-            path.unlink()  # nobody would find it before the next start
-            raise
         _fault_in(region)
-        self._huge_pages.want(region)
+        if not huge:
+            self._huge_pages.want(region)
         return region
 
 
