@@ -38,13 +38,13 @@ def _failures(seeds: range, nodes: int) -> list[str]:
 # -- the real rules -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", range(0, 40, 10))
+@pytest.mark.parametrize("start", range(0, 200, 20))
 def test_no_seed_breaks_a_promise(start: int) -> None:
-    assert _failures(range(start, start + 10), NODES) == []
+    assert _failures(range(start, start + 20), NODES) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start", range(40, 200, 40))
+@pytest.mark.parametrize("start", range(200, 600, 40))
 def test_no_further_seed_breaks_a_promise(start: int) -> None:
     assert _failures(range(start, start + 40), NODES) == []
 

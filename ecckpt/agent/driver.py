@@ -125,7 +125,7 @@ class Driver:
     @property
     def reading(self) -> bool:
         """Whether what is on disk is still being read."""
-        return _READING in self.core.ledgers.rejected
+        return self.core.ledgers.awaits_disk
 
     def begin(self) -> None:
         """Take up what needs no request."""

@@ -188,6 +188,11 @@ class Ledgers:
         """The disk is still being read: nobody takes absence for proof meanwhile."""
         self.rejected[_READING] = "still being read"
 
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether it is."""
+        return _READING in self.rejected
+
     def lose_disk(self, why: str) -> None:
         """The disk cannot be read."""
         self.rejected.pop(_READING, None)

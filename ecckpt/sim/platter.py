@@ -7,7 +7,6 @@ that were flushed. A loss of power keeps what was flushed, and of the rest what 
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -142,12 +141,12 @@ class Platter:
                 raise Killed
             self.steps_left -= 1
         if self.sick:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(errno.EIO, "input/output error")
 
     def check_room(self, size_bytes: int) -> None:
         """Whether so much can be written."""
         if self.full and size_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, "no space left on device")
 
     def lasts(self, path: Path) -> bool:
         """Whether a file would survive a loss of power as it is."""
@@ -198,5 +197,5 @@ class Platter:
 
     def _inode(self, path: Path) -> Inode:
         if path not in self._names:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         return self._names[path]
