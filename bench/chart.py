@@ -50,7 +50,7 @@ def colored(ratios: Mapping[str, float]) -> list[Bar]:
 
 def draw(row: Mapping[str, Any]) -> None:
     """Write the charts for a recorded run, as far as it has their figures."""
-    note = f"{row['date']}, {row['machine']}, torch {row['torch']}"
+    note = f"{row['date']}, {row['machine']}, torch {row['versions']['torch']}"
     if state := row.get("state"):
         text = chart(
             "256 MiB of CPU tensors, all in tmpfs: time in units of one memcpy",

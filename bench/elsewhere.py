@@ -66,6 +66,10 @@ class Elsewhere:
         """Have it run a case."""
         self._pipe.send(name)
 
+    def running(self) -> bool:
+        """Whether it has not come to the end of that yet."""
+        return not self._pipe.poll()
+
     def seconds(self) -> float:
         """Wait for the case that it runs: what that returned."""
         return float(self._answer())
