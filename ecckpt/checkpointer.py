@@ -518,6 +518,7 @@ class Checkpointer:
         self._storer.begin(order.timeline, restorer.leader.on_disk, restorer.leader.roll_backs)
         self._latest = self._in_flight = self._ticket = self._last_step = None
         self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
+        self._watcher.call(restorer.leader.tell)
         self._watcher.call(self._guard)
 
     def _guard(self) -> None:

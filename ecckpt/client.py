@@ -95,7 +95,7 @@ class AgentClient:
         offset: int = 0,
         timeout_s: float,
         patience_s: float = http.IDLE_TIMEOUT_S,
-        pace: http.Take | None = None,
+        pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
@@ -197,6 +197,10 @@ class AgentClient:
         timeout_s = self.timeout_s + message.timeout_s
         run = message.header.shard.run
         self._post(wire.Done, run, "repair", message, timeout_s=timeout_s)
+
+    def begin(self, message: wire.Begin) -> Inventory:
+        """Begin a timeline there, and see what it holds; ``Fenced`` if another one has begun."""
+        return self._post(Inventory, message.run, "begin", message)
 
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from worlds import World
 
 from ecckpt import cli, exporting
+from ecckpt.cli.values import size_of
 from ecckpt.errors import (
     InvalidConfig,
     InvalidFolder,
@@ -354,7 +355,7 @@ def test_commands_that_fail(capsys, arguments, words):
     [("5GB", 5 * 10**9), ("512MiB", 512 << 20), ("1000", 1000), ("2 K", 2000), ("1TiB", 1 << 40)],
 )
 def test_sizes(text, size):
-    assert cli._bytes(text) == size
+    assert size_of(text) == size
 
 
 @pytest.mark.parametrize("tie", ["a", "=b", "a="])

@@ -1,4 +1,4 @@
-"""docs/PROTOCOL.md and docs/openapi.yaml against agent/app.py and wire.py: nothing is left out."""
+"""docs/PROTOCOL.md and docs/openapi.yaml against agent/app.py and wire/: nothing is left out."""
 
 import re
 import typing
@@ -13,6 +13,7 @@ from ecckpt.agent import app, daemon, metrics
 from ecckpt.agent.app import Application
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.lineage import RollBack
 from ecckpt.recovery import Inventory
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -25,7 +26,7 @@ def messages():
     """Return the fields of everything that travels, by class name."""
     found = {
         kind.__name__: [field.name for field in fields(kind)]
-        for kind in (*vars(wire).values(), ShardId, Inventory)
+        for kind in (*vars(wire).values(), ShardId, RollBack, Inventory)
         if isinstance(kind, type) and is_dataclass(kind) and kind not in (Header, Generation)
     }
     # A header travels flat.

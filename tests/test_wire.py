@@ -17,6 +17,7 @@ from ecckpt import wire
 from ecckpt.errors import InvalidMessage
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.lineage import RollBack
 from ecckpt.recovery import Inventory
 
 SCALARS = {
@@ -64,8 +65,8 @@ def plain(message):
     return msgpack.unpackb(wire.pack(message))
 
 
-KINDS = [kind for kind in vars(wire).values() if is_dataclass(kind) and kind not in SCALARS]
-KINDS += [Inventory]
+KINDS = [kind for kind in vars(wire).values() if is_dataclass(kind)]
+KINDS += [ShardId, RollBack, Inventory]
 FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 every_field = pytest.mark.parametrize(

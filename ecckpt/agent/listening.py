@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-# A request is at most 8 MiB (wire.py), most are a few hundred bytes.
+# A request is at most 8 MiB (wire/coding.py), most are a few hundred bytes.
 REQUEST_TIMEOUT_S = 5.0
 # An answer may take as long as it needs, while some of it is taken within that time.
 _IDLE_TIMEOUT_S = 10.0

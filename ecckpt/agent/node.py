@@ -16,7 +16,7 @@ from ecckpt.agent.driver import Driver
 from ecckpt.agent.fetch import slot_of
 from ecckpt.agent.guard import Watched
 from ecckpt.agent.network import Network
-from ecckpt.agent.pace import Pace, pace_of
+from ecckpt.agent.pace import pace_of
 from ecckpt.agent.shelf import Shelf
 from ecckpt.agent.verify import Blocks, Scrub, check_entry, check_file
 from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
@@ -24,6 +24,7 @@ from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK, Inventory
 from ecckpt.tracing import Tracer
+from ecckpt.transport.http import Pace
 
 _WAIT_LIMIT_S = 30.0
 _VERIFYING = 4  # each keeps a server thread
@@ -111,6 +112,10 @@ class Agent:
     def commit(self, message: wire.Commit) -> wire.Done:
         """Let older generations go."""
         return cast(wire.Done, self._driver.ask(message))
+
+    def begin(self, message: wire.Begin) -> Inventory:
+        """Begin a timeline, and show what is here."""
+        return cast(Inventory, self._driver.ask(message))
 
     def fence(self, message: wire.Fence) -> wire.Done:
         """Refuse older timelines."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
-# Told how many bytes have come; returns when more may.
-Pace = Callable[[int], None]
+from ecckpt.transport.http import Pace
 
 
 def pace_of(bytes_per_s: float) -> Pace:

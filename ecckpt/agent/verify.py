@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.coding import bad_blocks
-from ecckpt.agent.pace import Pace, pace_of
+from ecckpt.agent.pace import pace_of
 from ecckpt.blocks import span_of
 from ecckpt.errors import CorruptFragment, EcckptError
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table, parse_superblock
+from ecckpt.transport.http import Pace
 
 if TYPE_CHECKING:
     from ecckpt.agent.driver import Driver

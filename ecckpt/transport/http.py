@@ -24,7 +24,7 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 # Told how many bytes have come; returns when more may.
-Take = Callable[[int], None]
+Pace = Callable[[int], None]
 
 
 class _Socket(socket.socket):
@@ -133,7 +133,7 @@ class Exchange:
         self,
         response: http.client.HTTPResponse,
         target: memoryview,
-        pace: Take | None = None,
+        pace: Pace | None = None,
         wanted: Callable[[], bool] | None = None,
     ) -> None:
         """Fill ``target`` from the body; the deadline holds for each receive."""
@@ -187,7 +187,7 @@ def pull(
     token: str = "",
     timeout_s: float,
     patience_s: float = IDLE_TIMEOUT_S,
-    pace: Take | None = None,
+    pace: Pace | None = None,
     wanted: Callable[[], bool] | None = None,
 ) -> None:
     """Fill ``target`` with the bytes of ``path`` from ``offset`` on, straight from the socket.

@@ -1,0 +1,5 @@
+"""The ``ecckpt`` command."""
+
+from ecckpt.cli.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,87 @@
+"""Whether all is as it was, and making again what is not: ``verify``, ``repair``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ecckpt.cli.values import size_of
+from ecckpt.config import NodeConfig, read_token
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
+    node = NodeConfig.from_environment()
+    verify = commands.add_parser("verify", help="check every block that agents hold of a run")
+    verify.add_argument("run")
+    verify.add_argument("agents", nargs="*", metavar="HOST:PORT", help="(default: that of --root)")
+    verify.add_argument("--root", type=Path, default=node.root)
+    verify.add_argument(
+        "--max-mb-s", type=float, default=0, metavar="MB", help="read by each agent"
+    )
+    verify.add_argument("--token-file", type=Path, default=node.token_file)
+    verify.add_argument("--json", action="store_true")
+    verify.set_defaults(act=_verify)
+    repair = commands.add_parser("repair", help="make again what nodes lack of a run")
+    repair.add_argument("run")
+    repair.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    repair.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    repair.add_argument(
+        "--memory-bytes", type=size_of, default=0, help="the run's budget on a node"
+    )
+    repair.add_argument("--token-file", type=Path, default=node.token_file)
+    repair.add_argument("--json", action="store_true")
+    repair.set_defaults(act=_repair)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from ecckpt.agents import local_client
+    from ecckpt.checking import verify_run
+    from ecckpt.client import AgentClient
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    checked = verify_run(
+        arguments.run,
+        agents or [local_client(arguments.root)],
+        bytes_per_s=int(arguments.max_mb_s * 1e6),
+    )
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in checked]))
+    else:
+        for each in checked:
+            print(
+                f"{each.node}: {each.silent or f'{each.files} files, {each.total_bytes:,} bytes'}"
+            )
+            for line in each.bad:
+                print(f"  {line}")
+    if not any(each.files for each in checked):
+        print(f"ecckpt: nothing of run {arguments.run!r} was found", file=sys.stderr)
+        return 2
+    return 1 if any(each.bad or each.silent for each in checked) else 0
+
+
+def _repair(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.repairing import repair_run
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    done = repair_run(
+        arguments.run, agents, memory_bytes=arguments.memory_bytes, dry_run=arguments.dry_run
+    )
+    if arguments.json:
+        print(json.dumps(asdict(done) | {"generation": str(done.generation)}))
+    else:
+        print(
+            f"{done.generation}: {done.fragments} fragments to make again, {done.homes} shards "
+            f"decoded; survived {done.margin_before} more node losses, now {done.margin}"
+        )
+        for step in done.steps if arguments.dry_run else ():
+            print(f"  {step}")
+        for problem in done.problems:
+            print(f"  {problem}")
+    return 0 if done.complete and not done.problems else 1
