@@ -23,7 +23,7 @@ RUNS = (
     ("save", ("bench.save",), ("bench.save",)),
     ("save, 20,000 tensors", ("bench.save", "--tensors", "20000"), ()),
     ("state", ("bench.state",), ("bench.state", "--mib", "64", "--rounds", "3")),
-    ("state, 20,000 tensors", ("bench.state", "--tensors", "20000"), ()),
+    ("state, 20,000 tensors", ("bench.state", "--tensors", "20000", "--rounds", "3"), ()),
     ("recovery", ("bench.recovery",), ("bench.recovery", "--rounds", "2", "--mib", "64")),
     ("recovery, zfec", ("bench.recovery", "--engine", "zfec", "--rounds", "3"), ()),
     ("copies", ("bench.copies",), ()),

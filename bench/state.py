@@ -64,6 +64,8 @@ def others(mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
         makers["DeepSpeed"] = deepspeed_engines.engines
     else:
         print("without DeepSpeed, which is not installed: pip install 'ecckpt[bench]'")
+    if tensors:
+        print("without what shares each tensor with a process: too many open files")
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(Elsewhere(make, mib, tensors)) for make in makers.values()]
         yield {name: case for each in started for name, case in each.cases().items()}
