@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
-import os
+import subprocess
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
@@ -35,19 +38,24 @@ class Elsewhere:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
         folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-")
         self._log = Path(self._stack.enter_context(folder)) / "log"
-        self._pipe, theirs = context.Pipe()
-        # Not a daemon: those may have no children, and some peers write in a child.
-        process = context.Process(target=_serve, args=(theirs, self._log, self._make))
-        process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bench.elsewhere", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=Path(__file__).parent.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         theirs.close()
-        assert process.pid is not None
         self.pid = process.pid
         self._stack.callback(_end, process)
         self._stack.callback(self._pipe.close)
-        self._pipe.send(self._arguments)
+        self._pipe.send((sys.path, _module_of(self._make), self._make.__name__))
+        self._pipe.send((self._log.parent, *self._arguments))
         return self
 
     def __exit__(
@@ -102,25 +110,37 @@ class Elsewhere:
         return self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
 
 
-def _serve(pipe: Connection, log: Path, make: Maker) -> None:
-    with log.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def _module_of(make: Maker) -> str:
+    """What to import: a bench that was started by its name is called otherwise."""
+    if make.__module__ != "__main__":
+        return make.__module__
+    return str(sys.modules["__main__"].__spec__.name)
+
+
+def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        with make(log.parent, *pipe.recv()) as cases:
+        sys.path[:], module, name = pipe.recv()
+        make = getattr(importlib.import_module(module), name)
+        with make(*pipe.recv()) as cases:
             pipe.send(("", list(cases)))
             while True:
                 pipe.send(("", cases[pipe.recv()]()))
     except EOFError:
         return
     except Exception as error:  # the parent raises it
+        traceback.print_exc()
+        sys.stdout.flush()
         pipe.send((repr(error), None))
-        raise
 
 
-def _end(process: multiprocessing.process.BaseProcess) -> None:
-    process.join(30)
-    if process.is_alive():
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
         process.kill()
-        process.join()
+        process.wait()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
