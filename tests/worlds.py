@@ -42,8 +42,13 @@ class World:
     def restore(self, states: list[dict[str, Any]], **options: Any) -> list[Any]:
         return self.each(lambda rank: self.checkpointers[rank].restore(states[rank], **options))
 
-    def save(self, step: int, states: list[dict[str, Any]]) -> list[ecckpt.SaveHandle]:
-        return self.each(lambda rank: self.checkpointers[rank].save(step, states[rank]))
+    def save(
+        self, step: int, states: list[dict[str, Any]], *, patience_s: float = 30.0
+    ) -> list[ecckpt.SaveHandle]:
+        """Back to back, unlike in training: a test waits for what is not yet through."""
+        return self.each(
+            lambda rank: self.checkpointers[rank].save(step, states[rank], patience_s=patience_s)
+        )
 
     def close(self) -> None:
         for checkpointer in self.checkpointers:
