@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,3 +77,16 @@ def states_for(ranks: int, *, seed: int, elements: int = 20_000) -> list[dict[st
 
 def same_state(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return torch.equal(left["weights"], right["weights"]) and left["progress"] == right["progress"]
+
+
+@contextmanager
+def stopped(cluster: LocalCluster, *nodes: str) -> Iterator[None]:
+    """Agents that hang (SIGSTOP) and go on after that."""
+    pids = [cluster.client(node).node().pid for node in nodes]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
