@@ -74,7 +74,7 @@ def measure(rounds: int, mib: int) -> dict[str, list[float]]:
                     move_agents(cluster, where)
                     alone = [training.step_s() for _ in range(20)]
                     step += 1
-                    handle = ckpt.save(step, state)
+                    handle = ckpt.save(step, state, patience_s=120)
                     disturbed = steps_while(handle, training)
                     assert handle.wait(120)
                     if turn >= WARM_UP_SAVES and disturbed:

@@ -74,7 +74,9 @@ def test_a_save_that_one_rank_missed_is_passed_over_by_all(cluster6: LocalCluste
     with World(cluster6, code=(3, 2), save_timeout_s=2.0) as world:
         world.restore(states)
         assert all(handle.wait(30) for handle in world.save(4, states))
-        handles = [world.checkpointers[rank].save(5, newer[rank]) for rank in range(5)]
+        handles = [
+            world.checkpointers[rank].save(5, newer[rank], patience_s=30) for rank in range(5)
+        ]
         for handle in handles:
             with pytest.raises(ecckpt.EcckptError, match=r"5\.|rank"):
                 handle.wait(30)
@@ -331,7 +333,7 @@ def test_alone_without_torch_distributed_or_an_agent(tmp_path: Path) -> None:
         "restored = ckpt.restore(state)\n"
         "print('restored', restored.step if restored else None, state['p']['n'], flush=True)\n"
         "state['p']['n'] += 1\n"
-        "ckpt.save(restored.step + 1 if restored else 0, state)\n"
+        "ckpt.save(restored.step + 1 if restored else 0, state, patience_s=30)\n"
         # No close(): leaving the program must not lose the save.
     )
     environment = os.environ | {"ECCKPT_ROOT": str(root), "ECCKPT_NODE": "here"}

@@ -193,7 +193,7 @@ def test_a_store_that_hangs_keeps_nobody_for_ever(cluster1: LocalCluster) -> Non
         checkpointer.restore(state)
         assert checkpointer.save(1, state).wait(20)
         with stopped(server.pid):
-            handle = checkpointer.save(2, state)
+            handle = checkpointer.save(2, state, patience_s=20)
             checkpointer.close()
             assert isinstance(handle.error, errors.SaveTimedOut)
         deadline_s = time.monotonic() + 20
