@@ -323,6 +323,7 @@ class Checkpointer:
 
     def _begin(self, order: Order, restorer: Restorer, parent: Generation | None) -> None:
         self._storer.begin(order.timeline, restorer.leader.on_disk, restorer.leader.roll_backs)
+        self._saver.call(restorer.leader.tell)
         self._saver.begin(order.timeline, parent)
 
     # -- end --------------------------------------------------------------------------------------

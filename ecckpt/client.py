@@ -198,6 +198,10 @@ class AgentClient:
         run = message.header.shard.run
         self._post(wire.Done, run, "repair", message, timeout_s=timeout_s)
 
+    def begin(self, message: wire.Begin) -> Inventory:
+        """Begin a timeline there, and see what it holds; ``Fenced`` if another one has begun."""
+        return self._post(Inventory, message.run, "begin", message)
+
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""
         self._post(wire.Done, message.run, "fence", message)

@@ -1,6 +1,7 @@
-"""What rank 0 does in a restore, for all: fence, look, choose, order, judge.
+"""What rank 0 does in a restore, for all: begin a timeline, choose, order, judge, tell.
 
-The rules are in ordering.py and recovery.py; here the agents are asked and told.
+The rules are in beginning.py, ordering.py and recovery.py; here the agents are asked and told. All
+of them are asked once before anything is chosen, and told once, behind the restore.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ecckpt import wire
+from ecckpt.beginning import first_free
 from ecckpt.client import AgentClient
 from ecckpt.cluster import Cluster
 from ecckpt.collector import collector_paused
@@ -25,7 +27,6 @@ from ecckpt.ordering import (
     Refusals,
     Wanted,
     judge,
-    next_timeline,
     orders,
     passes_over,
 )
@@ -33,25 +34,28 @@ from ecckpt.recovery import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recov
 
 _log = logging.getLogger(__name__)
 
+_AT_A_TIME = 32
+
 
 class Leader:
     """Leads one restore; ``peers`` are the agents, with the patience that each may cost.
 
-    On other ranks than 0 it is never asked. ``after``: the timeline that this session has had.
-    ``roll_backs`` and ``on_disk`` are what it learns for those that it tells, and for its disks.
+    On other ranks than 0 it is never asked. ``roll_backs`` and ``on_disk`` are what it learns for
+    those that it tells, and for its disks.
     """
 
-    def __init__(self, cluster: Cluster, peers: Mapping[str, AgentClient], *, after: int) -> None:
+    def __init__(self, cluster: Cluster, peers: Mapping[str, AgentClient], *, session: str) -> None:
         self.roll_backs: tuple[RollBack, ...] = ()
         self.on_disk = OnDisk()
         self._cluster, self._peers = cluster, peers
-        self._after = after
+        self._session = session
         self._timeline = 0
         self._refusals = Refusals()
         self._asked_again = False
         self._relaid: set[Generation] = set()
         self._silent: dict[str, str] = {}
-        self._asking = ThreadPoolExecutor(32, thread_name_prefix="ask")
+        self._chosen: Generation | None = None
+        self._asking = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="ask")
 
     def __enter__(self) -> Self:
         return self
@@ -65,14 +69,19 @@ class Leader:
         self._asking.shutdown()
 
     @collector_paused()
-    def order(self, wanted: Wanted, *, alike: bool) -> list[Order]:
-        """The next thing to try: an order for each rank (see ``ordering.orders``)."""
-        if not self._timeline:
-            self._timeline = self._start_timeline()
-        plan = self._plan(wanted)
+    def order(self, wanted: Wanted, *, known: Sequence[int], alike: bool) -> list[Order]:
+        """The next thing to try: an order for each rank (see ``ordering.orders``).
+
+        ``known``: timelines that have been; only the first time do they count. Raises ``Fenced`` if
+        another start of the run begins meanwhile.
+        """
+        inventories = self._look() if self._timeline else self._begin(known)
+        plan = self._plan(wanted, inventories)
         if self._silent and not self._asked_again and passes_over(plan):
-            self._ask_again()
-            plan = self._plan(wanted)
+            # Agents that did not answer may have what is missing: they get one more chance.
+            self._asked_again = True
+            self._silent.clear()
+            plan = self._plan(wanted, self._look())
         ground = Ground(
             self._timeline,
             self._cluster.homes,
@@ -83,7 +92,10 @@ class Leader:
         return orders(plan, ground, self._rejected(plan), alike=alike, relaid=relaid)
 
     def judge(self, generation: Generation, outcomes: Sequence[Outcome], wanted: Wanted) -> bool:
-        """Whether all ranks may load; if so, the agents are told. Raises as ``ordering.judge``."""
+        """Whether all ranks may load. Raises as ``ordering.judge``.
+
+        Where somebody went back by name, all agents know it before anything is loaded.
+        """
         verdict = judge(outcomes)
         if verdict.relaid:
             self._relaid.add(generation)
@@ -92,15 +104,28 @@ class Leader:
             what = "refused" if refused else "tried again"
             _log.warning("generation %s is %s: %s", generation, what, verdict.failed)
         if verdict.go:
+            self._chosen = generation
             if wanted.named:
                 went_back = RollBack(self._timeline, generation)
                 self.roll_backs = in_force((*self.roll_backs, went_back))
-            fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
-            self._each_peer(lambda peer: peer.fence(fence))
+                self.tell()
         return verdict.go
 
-    def _plan(self, wanted: Wanted) -> RecoveryPlan:
-        inventories = self._inventories()
+    def tell(self) -> None:
+        """Tell all agents what was restored, if anything was and they are not told yet.
+
+        Mostly in the background: until then they keep all that older timelines have left. Raises
+        ``Fenced`` if a newer start has begun.
+        """
+        generation, self._chosen = self._chosen, None
+        if generation is None:
+            return
+        fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
+        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tell") as telling:
+            answers = self._answers(telling, lambda peer: peer.fence(fence))
+        _require_unfenced(answers)
+
+    def _plan(self, wanted: Wanted, inventories: list[Inventory]) -> RecoveryPlan:
         plan = plan_recovery(
             self._cluster.run,
             inventories,
@@ -112,37 +137,39 @@ class Leader:
         self.on_disk = on_disk(self._cluster.run, inventories)
         return plan
 
-    def _ask_again(self) -> None:
-        """Agents that did not answer may have what is missing: they get one more chance."""
-        self._asked_again = True
-        self._silent.clear()
-        fence = wire.Fence(self._cluster.run, self._timeline, None, self.roll_backs)
-        self._each_peer(lambda peer: peer.fence(fence))
+    def _begin(self, known: Sequence[int]) -> list[Inventory]:
+        """Fence and look in one: no plan on what an older writer may still change."""
+        numbers = first_free(known)
+        timeline = next(numbers)
+        while True:
+            answers = self._ask(timeline)
+            newer = [each.current for each in answers if isinstance(each, Fenced)]
+            try:
+                timeline = numbers.send(newer)
+            except StopIteration as end:
+                self._timeline = end.value
+                return [each for each in answers if isinstance(each, Inventory)]
 
-    def _start_timeline(self) -> int:
-        """Fence first, look afterwards: no plan on what an older writer may still change."""
-        found = plan_recovery(self._cluster.run, self._inventories())
-        timeline = next_timeline(found, self._after)
-        fence = wire.Fence(self._cluster.run, timeline, None, found.roll_backs)
-        self._each_peer(lambda peer: peer.fence(fence))
-        return timeline
+    def _look(self) -> list[Inventory]:
+        """Again, what the agents have; ``Fenced`` by any of them if a newer start has begun."""
+        answers = self._ask(self._timeline)
+        _require_unfenced(answers)
+        return answers
 
-    def _inventories(self) -> list[Inventory]:
-        return self._each_peer(lambda peer: peer.inventory(self._cluster.run))
+    def _ask(self, timeline: int) -> list[Any]:
+        begin = wire.Begin(self._cluster.run, timeline, self._session)
+        return self._answers(self._asking, lambda peer: peer.begin(begin))
 
-    def _each_peer(self, ask: Callable[[AgentClient], Any]) -> list[Any]:
-        """Answers of all agents; one that does not answer is left out from then on.
-
-        ``Fenced`` by any of them is raised: a newer start of the run has begun meanwhile.
-        """
+    def _answers(self, pool: ThreadPoolExecutor, ask: Callable[[AgentClient], Any]) -> list[Any]:
+        """Of all agents, or their ``Fenced``; one that is silent is left out from then on."""
         answers: list[Any] = []
         peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        futures = {node: self._asking.submit(ask, peer) for node, peer in peers.items()}
+        futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
         for node, future in futures.items():
             try:
                 answers.append(future.result())
-            except Fenced:
-                raise
+            except Fenced as error:
+                answers.append(error)
             except (EcckptError, OSError) as error:
                 self._silent[node] = str(error)
                 _log.warning("node %s: %s", node, error)
@@ -156,3 +183,10 @@ class Leader:
             rejected |= plan.ruins
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
         return rejected
+
+
+def _require_unfenced(answers: Sequence[Any]) -> None:
+    """Raise what an agent has answered that was told of a newer start of the run."""
+    for each in answers:
+        if isinstance(each, Fenced):
+            raise each

@@ -202,15 +202,6 @@ def sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
     )
 
 
-def next_timeline(found: RecoveryPlan, after: int) -> int:
-    """The timeline of a restore: above all that were found.
-
-    And above ``after``, the one that this session has had: where all agents forgot, its saves are
-    still counted in the store, and a save of the same name would be taken for one of them.
-    """
-    return max(found.newest_timeline, after) + 1
-
-
 def way_home(
     shard: ShardReport, home: str, placement: Placement, address: Mapping[str, str]
 ) -> Way:

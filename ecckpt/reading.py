@@ -18,14 +18,23 @@ import numpy as np
 from ecckpt.blocks import Flags, Offsets, covering, like_rows, span_of, spans
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
-from ecckpt.errors import AgentUnreachable, CorruptFragment, EcckptError, TooFewFragments
+from ecckpt.errors import (
+    AgentUnreachable,
+    CorruptFragment,
+    EcckptError,
+    TooFewFragments,
+    TooSlow,
+)
 from ecckpt.ordering import ShardSources
 from ecckpt.transport.http import patience
+from ecckpt.transport.laggards import Field, Runner
 
 _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
 _PIECE_BYTES = 8 << 20
 _KEPT_BYTES = 64 << 20
+# What a peer is taken to manage, as long as there is none to compare it with.
+_ASSUMED_BYTES_PER_S = 1e6
 
 
 @dataclass(eq=False, slots=True)
@@ -33,8 +42,9 @@ class Peers:
     """The agents that are read from, shared by all readers of one restore.
 
     ``near`` is this node, which is asked first; ``spread`` differs from rank to rank, so that not
-    all begin with the same peer. A node that once did not answer is not asked again. Each request
-    may take ``request_s``, all of them until ``deadline_s``.
+    all begin with the same peer. A node that once did not answer is not asked again; one that once
+    lagged far behind others is, where nothing else is left. Each request may take ``request_s``,
+    all of them until ``deadline_s``.
     """
 
     clients: Mapping[str, AgentClient]
@@ -43,13 +53,18 @@ class Peers:
     deadline_s: float = math.inf
     request_s: float = math.inf
     silent: set[str] = field(default_factory=set)
+    lagging: set[str] = field(default_factory=set)
 
-    def order(self, nodes: tuple[str, ...]) -> list[str]:
-        """The nodes to ask, in this order."""
-        usable = [node for node in dict.fromkeys(nodes) if node in self.clients]
+    def order(self, nodes: tuple[str, ...], *, patient: bool = True) -> list[str]:
+        """The nodes to ask, in this order: those that lag last, or not at all."""
+        usable = [n for n in dict.fromkeys(nodes) if n in self.clients and self.asks(n, patient)]
         turn = self.spread % len(usable) if usable else 0
         turned = usable[turn:] + usable[:turn]
-        return sorted(turned, key=lambda node: node != self.near)
+        return sorted(turned, key=lambda node: (node in self.lagging, node != self.near))
+
+    def asks(self, node: str, patient: bool) -> bool:
+        """Whether a node is still asked: one that lags only by who is ``patient``."""
+        return node not in self.silent and (patient or node not in self.lagging)
 
     def left_s(self) -> float:
         """Time for the next request, at least a moment."""
@@ -104,10 +119,15 @@ class ShardReader:
             wanted = covering(self._header, starts, ends)
         except ValueError as error:
             raise CorruptFragment(str(error)) from error
-        self._pull({index: wanted[index] for index in range(self._header.k)})
+        self._pull({index: wanted[index] for index in range(self._header.k)}, patient=False)
         lacking = wanted & ~self._good[: self._header.k]
         if lacking.any():
             self._decode(lacking)
+
+    def whole(self) -> memoryview:
+        """All of the shard, as ``require`` brings it: ``data``."""
+        self.require(np.array([0]), np.array([self._header.shard_bytes]))
+        return self.data
 
     def read(self, start: int, target: memoryview) -> None:
         """Fill ``target`` with the shard's bytes from ``start`` on, as ``require`` brings them.
@@ -141,46 +161,75 @@ class ShardReader:
 
     # -- pulling ----------------------------------------------------------------------------------
 
-    def _pull(self, wanted: Mapping[int, Flags]) -> None:
-        """Try every source of these fragments for the blocks that are not there yet."""
+    def _pull(self, wanted: Mapping[int, Flags], *, patient: bool) -> None:
+        """Try the sources of these fragments for the blocks that are not there yet.
+
+        Those that lag are left where others can be asked, unless ``patient``.
+        """
         todo = {i: rows for i, rows in wanted.items() if (rows & ~self._good[i]).any()}
+        race = None if patient else self._race(len(todo))
+
+        def pull(item: tuple[int, Flags]) -> int:
+            pulled_bytes = self._pull_fragment(*item, race)
+            if race is not None:
+                race.ended()
+            return pulled_bytes
+
         if len(todo) < 2:
-            self.pulled_bytes += sum(self._pull_fragment(*item) for item in todo.items())
+            self.pulled_bytes += sum(map(pull, todo.items()))
             return
         with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="read") as pool:
-            counts = list(pool.map(lambda item: self._pull_fragment(*item), todo.items()))
-        self.pulled_bytes += sum(counts)
+            self.pulled_bytes += sum(pool.map(pull, todo.items()))
 
-    def _pull_fragment(self, index: int, wanted: Flags) -> int:
+    def _race(self, running: int) -> Field:
+        usable = sum(bool(self._nodes(index, patient=False)) for index in range(self._header.n))
+        spare = usable - self._header.k
+        return Field(running, spare, assumed_bytes_per_s=_ASSUMED_BYTES_PER_S)
+
+    def _nodes(self, index: int, *, patient: bool) -> list[str]:
         homes = self._sources.homes if index < self._header.k else ()
+        held = self._sources.fragments.get(index, ())
+        return self._peers.order((*homes, *held), patient=patient)
+
+    def _pull_fragment(self, index: int, wanted: Flags, race: Field | None) -> int:
         pulled_bytes = 0
-        for node in self._peers.order((*homes, *self._sources.fragments.get(index, ()))):
-            missing = wanted & ~self._good[index]
-            if not missing.any():
-                break
-            if node in self._peers.silent:
+        nodes = self._nodes(index, patient=race is None)
+        while nodes and (missing := wanted & ~self._good[index]).any():
+            node = nodes.pop(0)
+            if not self._peers.asks(node, patient=race is None):
                 continue
+            size_bytes = int(missing.sum()) * self._header.block_bytes
+            runner = race.start(size_bytes, elsewhere=bool(nodes)) if race else None
             try:
                 for rows in spans(missing):
-                    pulled_bytes += self._pull_rows(node, index, rows)
+                    pulled_bytes += self._pull_rows(node, index, rows, runner)
+                if runner is not None:
+                    runner.arrived()
             except (EcckptError, OSError) as error:
                 if isinstance(error, AgentUnreachable):
                     self._peers.silent.add(node)
+                if isinstance(error, TooSlow):
+                    self._peers.lagging.add(node)
                 self._problems.append(f"fragment {index} at {node}: {error}")
         return pulled_bytes
 
-    def _pull_rows(self, node: str, index: int, rows: slice) -> int:
+    def _pull_rows(self, node: str, index: int, rows: slice, runner: Runner | None) -> int:
         header, span = self._header, span_of(self._header, rows)
         view = self._views[index][span]
         left_s = self._peers.left_s()
-        self._peers.clients[node].pull_fragment(
-            header.shard,
-            index,
-            view,
-            offset=span.start,
-            timeout_s=left_s,
-            patience_s=patience(left_s),
-        )
+        try:
+            self._peers.clients[node].pull_fragment(
+                header.shard,
+                index,
+                view,
+                offset=span.start,
+                timeout_s=left_s,
+                patience_s=patience(left_s),
+                wanted=runner.waits if runner else None,
+            )
+        except (EcckptError, OSError):
+            np.frombuffer(view, np.uint8).fill(0)  # unproven bytes do not stay
+            raise
         bad = self._codec.verify({index: view}, self._table[:, rows], header.block_bytes)
         fine = np.ones(rows.stop - rows.start, dtype=bool)
         for _, row in bad:
@@ -197,10 +246,13 @@ class ShardReader:
     def _decode(self, lacking: Flags) -> None:
         """Compute data blocks that no source has right, from k others of their rows."""
         header, rows = self._header, lacking.any(axis=0)
-        untried = list(range(header.n))
+        untried, patient = list(range(header.n)), False
         while (short := rows & (self._good.sum(axis=0) < header.k)).any():
             have = int(self._good[:, short].sum(axis=0).min())
             batch, untried = untried[: header.k - have], untried[header.k - have :]
+            if not batch and self._peers.lagging and not patient:
+                untried, patient = list(range(header.n)), True
+                continue
             if not batch:
                 raise TooFewFragments(
                     str(header.shard),
@@ -211,7 +263,7 @@ class ShardReader:
             for index in batch:
                 if index not in self._views:
                     self._views[index] = memoryview(_lazy_bytes(header.fragment_bytes))
-            self._pull(dict.fromkeys(batch, short))
+            self._pull(dict.fromkeys(batch, short), patient=patient)
         # What k good blocks of the row may have brought meanwhile needs no computing.
         lacking = lacking & ~self._good[: header.k]
         for alike in like_rows(np.vstack((self._good, lacking))):

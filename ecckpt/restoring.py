@@ -2,7 +2,10 @@
 
 rank 0                                   every rank
 ------                                   ----------
-fence older timelines, take inventories
+                                <------  which timelines this node knows
+ask all agents to begin the next one,
+which fences older ones off; each
+answers with its inventory
 plan -> an order for each rank  ------>  bring the shard home, prove every block
                                          check it against the state, change nothing
 all fine?                       <------  outcome
@@ -10,7 +13,8 @@ go, or refuse this generation   ------>  load, or wait for the next order
 
 Rank 0's part is in leading.py, what it goes by in ordering.py. Where another number of ranks saved,
 or a rank finds its DTensors cut in another way, the order names all shards instead, and every rank
-makes its own from them (resharding.py).
+makes its own from them (resharding.py). A rank whose node's agent is away reads its shard from the
+others as well, into its own memory.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from ecckpt.cluster import Cluster
 from ecckpt.codec import Codec
 from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
+    AgentUnreachable,
     CorruptFragment,
     EcckptError,
     MemoryBudgetTooSmall,
@@ -38,7 +43,7 @@ from ecckpt.generation import Generation
 from ecckpt.handle import SaveHandle
 from ecckpt.leading import Leader
 from ecckpt.ordering import Order, Outcome, ShardSources, Wanted
-from ecckpt.reading import Peers
+from ecckpt.reading import Peers, ShardReader
 from ecckpt.rendezvous import Meeting
 from ecckpt.resharding import reshape_from
 from ecckpt.slots import Slots
@@ -46,6 +51,8 @@ from ecckpt.state import Shard, check, is_relaid, read_shard
 from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
+
+_KNOWN_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,8 @@ class Restorer:
         self._slots = slots
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
-        self.leader = Leader(cluster, self._peers, after=after)
+        self._after = after
+        self.leader = Leader(cluster, self._peers, session=meeting.session)
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -195,12 +203,27 @@ class Restorer:
     # -- between rank 0 and all -------------------------------------------------------------------
 
     def _order(self, attempt: int, wanted: Wanted, *, alike: bool = False) -> Order:
-        def lead(_: list[bytes]) -> Sequence[bytes]:
-            return [wire.pack(order) for order in self.leader.order(wanted, alike=alike)]
+        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+            known = [int(payload) for payload in payloads]
+            orders = self.leader.order(wanted, known=known, alike=alike)
+            return [wire.pack(order) for order in orders]
 
         tag = f"{self._tag}/{attempt}/order"
-        answer = self._meeting.decide(tag, b"", lead, timeout_s=self._timeout_s)
+        known = b"0" if attempt else str(self._known_timeline()).encode()
+        answer = self._meeting.decide(tag, known, lead, timeout_s=self._timeout_s)
         return wire.unpack(Order, answer)
+
+    def _known_timeline(self) -> int:
+        """The newest that this session or this node's agent has seen: it saves rank 0 a round.
+
+        This session's own counts even where all agents forgot it: its saves are still counted in
+        the store, and a save of the same name would be taken for one of them.
+        """
+        agent = replace(self._cluster.agent, timeout_s=_KNOWN_TIMEOUT_S)
+        try:
+            return max(self._after, agent.inventory(self._cluster.run).fence)
+        except (EcckptError, OSError):
+            return self._after
 
     def _verdict(
         self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
@@ -235,8 +258,8 @@ class Restorer:
             return None, Outcome("bad", f"rank {rank}: {error}")
         return brought, Outcome("ok", "")
 
-    def _await_agent(self) -> None:
-        """If this node's agent is being restarted, be back with it at the next attempt."""
+    def _await_agent(self) -> bool:
+        """Whether this node's agent answers, now or soon: it may be on its way back."""
         deadline_s = time.monotonic() + self._patience_s
         agent = replace(self._cluster.agent, timeout_s=self._patience_s)
         while time.monotonic() < deadline_s:
@@ -245,12 +268,25 @@ class Restorer:
             except (EcckptError, OSError):
                 time.sleep(0.1)
             else:
-                return
+                return True
+        return False
 
     def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
         assert order.header is not None
         if order.shards:
             return self._reshape(order, state)
+        peers = self._reading_peers()
+        for _ in range(2):
+            if not self._await_agent():
+                break
+            try:
+                return self._through_agent(order)
+            except AgentUnreachable as error:
+                _log.warning("rank %d: %s", self._meeting.rank, error)
+        return self._without_agent(order, peers)
+
+    def _through_agent(self, order: Order) -> _Brought:
+        assert order.header is not None
         shard_bytes = order.header.shard_bytes
         payload = self._from_home(order) if order.local else None
         if payload is not None:
@@ -258,6 +294,17 @@ class Restorer:
         fetched = self._fetch(order)
         shard = read_shard(self._proven(fetched.slot)[:shard_bytes])
         return _Brought(shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments)
+
+    def _without_agent(self, order: Order, peers: Peers) -> _Brought:
+        """Straight from the others, into memory of this process that is as large as the shard."""
+        assert order.header is not None
+        _log.warning("rank %d restores without its node's agent", self._meeting.rank)
+        by_address = {peer.address: peer for peer in peers.clients.values()}
+        fragments = {each.index: each.addresses for each in order.sources}
+        sources = ShardSources(order.header, (), fragments)
+        reader = ShardReader(sources, replace(peers, clients=by_address))
+        shard = read_shard(reader.whole())
+        return _Brought(shard, "peers", reader.pulled_bytes, reader.rebuilt_fragments)
 
     def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
         rank, ranks = self._meeting.rank, self._meeting.world_size

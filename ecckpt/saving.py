@@ -126,6 +126,8 @@ class Watcher:
         while (act := self._work.get()) is not None:
             try:
                 act()
+            except EcckptError as error:
+                _log.warning("behind the training: %s", error)
             except Exception:
                 _log.exception("background work for a save failed")
 

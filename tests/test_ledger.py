@@ -149,6 +149,44 @@ def test_the_first_writer_of_a_newer_timeline_is_news():
     assert ledger.fence == 7
 
 
+def test_of_two_starts_at_most_one_begins_a_timeline():
+    ledger = Ledger("test", fence=3)
+    assert ledger.begin(4, "one")
+    assert not ledger.begin(4, "one")  # asked again
+    with pytest.raises(Fenced, match="timeline 4 is fenced off: timeline 4"):
+        ledger.begin(4, "two")
+    assert ledger.begin(5, "two")
+    with pytest.raises(Fenced):
+        ledger.begin(4, "one")
+    assert ledger.admit(6)  # by word of its writers: whose it is this node does not know
+    assert not ledger.begin(6, "one")
+    with pytest.raises(Fenced):
+        ledger.begin(6, "two")
+
+
+def test_nothing_is_outdated_while_a_restart_chooses():
+    older, newer = generation(1, 8), generation(1, 9)
+    ledger = ledger_with(older, newer)
+    ledger.begin(2, "one")
+    ledger.committed = newer  # this node hears of it only now
+    ledger.noted = ledger.notes
+    assert ledger.outdated() == []
+    ledger.went_on_from(older)
+    assert ledger.outdated() == []
+    ledger.went_on_from(newer)
+    assert generations_of(ledger.outdated()) == [older]
+
+
+def test_a_save_tells_what_its_timeline_goes_on_from():
+    point, tail, own = generation(1, 300), generation(1, 400), generation(2, 301)
+    ledger = ledger_with(point, tail, fence=2)
+    ledger.learn_from(header(parent=generation(1, 100), gen=generation(1, 300)))  # protected again
+    ledger.learn_from(header(gen=own))
+    assert ledger.abandoned() == []
+    ledger.learn_from(header(parent=point, gen=own))
+    assert generations_of(ledger.abandoned()) == [tail]
+
+
 def test_a_commit_of_a_fenced_writer_changes_nothing():
     ledger = ledger_with(generation(1, 8), generation(1, 9), generation(2, 7), fence=2)
     with pytest.raises(Fenced):
@@ -165,7 +203,9 @@ def test_a_late_commit_of_an_older_generation_changes_nothing():
 
 def test_only_the_tail_beyond_the_restored_point_is_abandoned():
     before, point, tail = (generation(1, step) for step in (200, 300, 5000))
-    ledger = ledger_with(before, point, tail, generation(2, 301), fence=2, restored=point)
+    ledger = ledger_with(
+        before, point, tail, generation(2, 301), fence=2, restored=point, restored_by=2
+    )
     assert generations_of(ledger.abandoned()) == [tail]
     ledger.committed = tail  # never, whatever else is known of it
     assert ledger.abandoned() == []
@@ -177,7 +217,7 @@ def test_nothing_is_abandoned_before_the_restored_point_is_known():
 
 def test_the_committed_one_is_abandoned_only_by_going_back_before_it_on_purpose():
     point, tail = generation(1, 300), generation(1, 5000)
-    ledger = ledger_with(point, tail, fence=2, restored=point, committed=tail)
+    ledger = ledger_with(point, tail, fence=2, restored=point, restored_by=2, committed=tail)
     assert ledger.abandoned() == []
     ledger.learn([RollBack(2, point)])
     assert generations_of(ledger.abandoned()) == [tail]
@@ -189,8 +229,10 @@ def test_what_older_timelines_left_goes_but_not_what_the_run_stands_on():
     own = generation(2, 301)
     ledger = ledger_with(committed, failed, point, tail, own, fence=2, committed=committed)
     assert ledger.leftover() == []  # where the run went back to is not known
-    ledger.restored = point
+    ledger.went_on_from(point)
     assert generations_of(ledger.leftover()) == [failed, tail]
+    assert ledger.admit(3)
+    assert ledger.leftover() == []  # that was another restart
 
 
 def test_a_save_is_committed_by_its_own_timeline_and_session_only():

@@ -5,7 +5,7 @@ from builders import generation, header, inventory
 
 from ecckpt.errors import NoRoomToRestore, StateMismatch
 from ecckpt.fragment import HOME
-from ecckpt.ordering import Outcome, Refusals, judge, next_timeline, passes_over, way_home
+from ecckpt.ordering import Outcome, Refusals, judge, passes_over, way_home
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.recovery import plan_recovery
 
@@ -40,12 +40,6 @@ def test_a_generation_is_refused_when_it_has_failed_twice():
     assert refusals.fail(OLD, "late") is False
     assert refusals.fail(NEW, "damaged") is True
     assert refusals.refused == {NEW: "damaged"}
-
-
-def test_a_timeline_is_above_what_is_found_and_what_this_session_had():
-    plan = plan_recovery("test", [inventory("n0", fence=4)])
-    assert next_timeline(plan, 0) == 5
-    assert next_timeline(plan, 7) == 8
 
 
 def test_what_is_passed_over_is_newer_and_lost():

@@ -602,6 +602,8 @@ def test_what_cannot_be_written_down_is_refused_and_lets_nothing_go(agent, monke
             fence(agent, 2)
         assert len(held(agent)) == 2
     fence(agent, 2)  # as before, but now it is written down, with what was missed
+    assert len(held(agent)) == 2  # which of them the restart takes is not known yet
+    fence(agent, 2, NEW)
     assert held(agent) == [(NEW, 0, HOME)]
     later = ledger(again(agent))
     assert (later.fence, later.committed) == (2, NEW)

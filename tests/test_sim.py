@@ -13,12 +13,14 @@ from ecckpt import cli, counting, ordering
 from ecckpt.agent import gathering, hold, ledger, ledgers, protect
 from ecckpt.agent.actions import Recycle
 from ecckpt.counting import Count, Tell
+from ecckpt.errors import AgentUnreachable
 from ecckpt.generation import Generation
 from ecckpt.recovery import RecoveryPlan
-from ecckpt.sim import host, rank, session
-from ecckpt.sim import simulate as simulating
+from ecckpt.sim import agent, launching, leading, pulling, restoring, saving
 from ecckpt.sim.faults import NONE, Faults
+from ecckpt.sim.network import Network
 from ecckpt.sim.simulate import simulate
+from ecckpt.sim.world import Actor, Steps, World, sleep
 from ecckpt.tiers import accounts
 
 NODES = 64
@@ -52,8 +54,66 @@ def test_a_seed_is_the_same_every_time() -> None:
 
 def test_without_faults_every_save_is_committed() -> None:
     outcome = simulate(3, 12, NONE)
-    assert (outcome.violation, outcome.injected, outcome.lost, outcome.restores) == ("", 0, 0, 1)
-    assert outcome.commits >= 8
+    assert (outcome.violation, outcome.injected, outcome.lost) == ("", 0, 0)
+    assert outcome.counts.restores == 1
+    assert outcome.counts.commits >= 8
+
+
+def test_runs_are_rolled_back_and_go_on_with_other_numbers_of_ranks() -> None:
+    outcomes = [simulate(seed, 12, RESTARTS) for seed in range(20)]
+    assert {each.violation for each in outcomes} == {""}
+    assert sum(each.counts.roll_backs for each in outcomes) >= 5
+    assert sum(each.counts.reshaped for each in outcomes) >= 5
+
+
+def test_requests_and_answers_are_lost_late_doubled_and_overtaken() -> None:
+    """What the network does to messages, it does to both kinds."""
+    world = World(1)
+    network = Network(world)
+    network.faults = Faults(drop=0.1, duplicate=0.2, late=0.1, late_s=9.0, jitter_s=0.05)
+    server, client = Actor(world), Actor(world)
+    requests: list[int] = []
+    answers: dict[int, Any] = {}
+
+    def ask(number: int) -> Steps:
+        def handle(answer: Any) -> None:
+            requests.append(number)
+            answer(number)
+
+        try:
+            answers[number] = yield network.call("a", "b", lambda: server, handle, timeout_s=5.0)
+        except AgentUnreachable as error:
+            answers[number] = error
+
+    for number in range(500):
+        client.spawn(ask(number))
+    world.run(60.0)
+    came = [number for number, answer in answers.items() if answer == number]
+    assert len(answers) == 500
+    assert len(set(requests)) < 490  # requests were lost
+    assert len(requests) > len(set(requests)) + 50  # or came twice
+    assert len(came) < len(set(requests)) - 30  # answers were lost, or too late
+    assert came != sorted(came)
+    firsts = list(dict.fromkeys(requests))
+    assert firsts != sorted(firsts)
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    world = World(1)
+    network = Network(world)
+    network.faults = Faults(duplicate=1.0)
+    server, client = Actor(world), Actor(world)
+    seen: list[str] = []
+
+    def ask() -> Steps:
+        seen.append((yield network.call("a", "b", lambda: server, lambda a: a("x"), timeout_s=5.0)))
+        yield sleep(10.0)
+        seen.append("end")
+
+    client.spawn(ask())
+    world.run(60.0)
+    assert network.injected >= 2  # the request and an answer
+    assert seen == ["x", "end"]
 
 
 def test_faults_tell_what_they_are() -> None:
@@ -72,7 +132,7 @@ def _counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
             yield Tell()
         yield from counting.see_through(shard, ranks, counted=False)
 
-    monkeypatch.setattr(rank, "see_through", see_through)
+    monkeypatch.setattr(saving, "see_through", see_through)
 
 
 def _tells_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +147,7 @@ def _tells_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _skips_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not begin a save tells nobody."""
-    monkeypatch.setattr(rank, "give_up", lambda ranks: iter(()))
+    monkeypatch.setattr(saving, "give_up", lambda ranks: iter(()))
 
 
 def _retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +173,7 @@ def _takes_commits_of_fenced_writers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compares checksums, neither when bytes arrive nor before they are used."""
-    for module in (host, rank):
+    for module in (agent, pulling, restoring):
         monkeypatch.setattr(module, "bad_blocks", lambda *_: [])
 
 
@@ -123,7 +183,7 @@ def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatc
 
 
 def _orders_another_generation_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_recovery, way_home = rank.plan_recovery, rank.way_home
+    plan_recovery, way_home = leading.plan_recovery, ordering.way_home
     plans: list[RecoveryPlan] = []
 
     def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
@@ -134,20 +194,20 @@ def _orders_another_generation_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
         there = [each for each in plans[-1].generations if each.state != "lost"]
         return way_home(there[-1].shards[1] if shard.rank == 1 else shard, *others)
 
-    monkeypatch.setattr(rank, "plan_recovery", plan)
-    monkeypatch.setattr(rank, "way_home", way)
+    monkeypatch.setattr(leading, "plan_recovery", plan)
+    monkeypatch.setattr(ordering, "way_home", way)
 
 
 def _takes_absence_for_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what is complete is restored."""
-    plan_recovery = rank.plan_recovery
+    plan_recovery = leading.plan_recovery
 
     def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
         found = plan_recovery(run, inventories, **fields)
         whole = [each for each in found.generations if each.state == "complete"]
         return replace(found, chosen=whole[0] if whole else None)
 
-    monkeypatch.setattr(rank, "plan_recovery", plan)
+    monkeypatch.setattr(leading, "plan_recovery", plan)
 
 
 def _spends_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +223,14 @@ def _spends_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _puts_two_fragments_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder gets its neighbour's fragment as well."""
-    plan_placement = simulating.plan_placement
+    plan_placement = launching.plan_placement
 
     def plan(nodes: Any, code: Any) -> Any:
         placement = plan_placement(nodes, code)
         crowded = {home: (each[0], each[0], *each[2:]) for home, each in placement.holders.items()}
         return replace(placement, holders=crowded)
 
-    monkeypatch.setattr(simulating, "plan_placement", plan)
+    monkeypatch.setattr(launching, "plan_placement", plan)
 
 
 def _waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +273,34 @@ def _refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             self.refused[generation] = why
             return True
 
-    monkeypatch.setattr(session, "Refusals", Hasty)
+    monkeypatch.setattr(leading, "Refusals", Hasty)
 
 
+def _names_too_few_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another number of ranks saved, the last of their shards is overlooked."""
+    sources_of = ordering.sources_of
+    monkeypatch.setattr(ordering, "sources_of", lambda chosen: sources_of(chosen)[:-1])
+
+
+def _mixes_shards_of_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another number of ranks saved, one of the shards is an older one."""
+    plan_recovery, sources_of = leading.plan_recovery, ordering.sources_of
+    plans: list[RecoveryPlan] = []
+
+    def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
+        plans.append(plan_recovery(run, inventories, **fields))
+        return plans[-1]
+
+    def mixed(chosen: Any) -> Any:
+        alike = (each for each in plans[-1].generations if each.world_size == chosen.world_size)
+        there = [each for each in alike if each.state != "lost"]
+        return sources_of(chosen)[:-1] + sources_of(there[-1])[-1:]
+
+    monkeypatch.setattr(leading, "plan_recovery", plan)
+    monkeypatch.setattr(ordering, "sources_of", mixed)
+
+
+RESTARTS = Faults(rank_kill_every_s=5.0)
 SLOW = Faults(late=0.5, late_s=4.0, rank_kill_every_s=3.0)
 LOSSES = Faults(host_loss_every_s=6.0, burst=1.0, away_s=3.0)
 ZOMBIES = Faults(rank_kill_every_s=6.0, rank_stall_every_s=1.0, stall_s=8.0)
@@ -251,6 +336,8 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
     (_never_begins_what_is_queued, "liveness", NOISE),
     (_tries_every_source_once, "recovery", WEATHER),
     (_refuses_at_once, "recovery", LOSSES_AND_NOISE),
+    (_names_too_few_shards, "bytes", RESTARTS),
+    (_mixes_shards_of_two_generations, "mixed", SLOW),
 ]
 
 

@@ -143,15 +143,19 @@ class Refuse:
 # -- actions that take time: each ends in Finished or Failed --------------------------------------
 
 
+# Requests that are answered when what they change is written down.
+Noted = wire.Commit | wire.Begin | wire.Fence | wire.Guard | wire.Retain
+
+
 @dataclass(frozen=True, slots=True)
 class Remember:
     """Write down what must outlive the process of a run, as it is when this is performed.
 
-    Its result is the ``Notes`` that were written. ``answers``: a request waits for it.
+    Its result is the ``Notes`` that were written. ``request`` is answered after that.
     """
 
     run: str
-    answers: bool = False
+    request: Noted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,7 @@ Request = (
     | wire.Hold
     | wire.Held
     | wire.Commit
+    | wire.Begin
     | wire.Fence
     | wire.Fetch
     | wire.Guard

@@ -85,6 +85,7 @@ class Application:
             "hold": (wire.Hold, agent.hold),
             "held": (wire.Held, agent.held),
             "commit": (wire.Commit, agent.commit),
+            "begin": (wire.Begin, agent.begin),
             "fence": (wire.Fence, agent.fence),
             "probe": (wire.Probe, agent.probe),
             "store": (wire.Store, agent.store),

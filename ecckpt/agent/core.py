@@ -3,8 +3,8 @@
 A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
-    Reserve, Stage, Protect, Hold, Held, Commit, Fence, Fetch,
-    Guard, Store, Retain                                          requests (wire/)
+    Reserve, Stage, Protect, Hold, Held, Commit, Begin, Fence,
+    Fetch, Guard, Store, Retain                                   requests (wire/)
     Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
@@ -30,6 +30,7 @@ from ecckpt.agent.actions import (
     Finished,
     Gather,
     Job,
+    Noted,
     Post,
     Pull,
     Record,
@@ -52,7 +53,7 @@ from ecckpt.agent.sizes import steady_bytes
 from ecckpt.agent.store import Storekeeper
 from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, TmpfsFull
 from ecckpt.fragment import HOME
-from ecckpt.generation import ShardId
+from ecckpt.generation import ShardId, check_name
 
 
 class Core:
@@ -141,7 +142,7 @@ class Core:
                 actions = [Reply(wire.Done()), *self._protector.held(request, now_s)]
             case wire.Commit():
                 actions = self._commit(request)
-            case wire.Fence():
+            case wire.Begin() | wire.Fence():
                 actions = self._fence(request)
             case wire.Fetch():
                 actions = self._fetcher.start(request)
@@ -173,7 +174,7 @@ class Core:
                 f"local ranks with RS({header.k}, {header.m})",
             )
         return [
-            *self.ledgers.admit(run, header.shard.generation.timeline),
+            *self.ledgers.admit(run, header.shard.generation.timeline, header),
             *self.ledgers.discard(run, rank, message.discard),
             *self.ledgers.clear(run, rank),
             Allocate(run, header.file_bytes, budget_bytes, f"a slot for rank {rank}", message),
@@ -198,28 +199,40 @@ class Core:
     def _commit(self, message: wire.Commit) -> list[Action]:
         ledger = self.ledgers.of(message.run)
         ledger.commit(message.generation)
-        return self.ledgers.note(ledger, answers=True) or [
+        return self.ledgers.note(ledger, message) or [
             *self.ledgers.retire(ledger.outdated()),
             Reply(wire.Done()),
         ]
 
-    def _fence(self, message: wire.Fence) -> list[Action]:
+    def _fence(self, message: wire.Begin | wire.Fence) -> list[Action]:
         ledger = self.ledgers.of(message.run)
-        newer = ledger.admit(message.timeline)
-        ledger.restored = message.restored or ledger.restored
-        ledger.learn(message.roll_backs)
+        if isinstance(message, wire.Begin):
+            check_name("session", message.session)
+            newer = ledger.begin(message.timeline, message.session)
+        else:
+            newer = ledger.admit(message.timeline)
+            ledger.learn(message.roll_backs)
+            if message.restored:
+                ledger.went_on_from(message.restored)
         return [
             *(self.ledgers.clear(message.run) if newer else ()),
-            *(self.ledgers.note(ledger, answers=True) or [Reply(wire.Done())]),
+            *(self.ledgers.note(ledger, message) or [self._reply(message)]),
         ]
+
+    def _reply(self, request: Noted) -> Reply:
+        """The answer, once what it changed is written down."""
+        if isinstance(request, wire.Begin):
+            return Reply(self.ledgers.look(request.run).inventory(self._node))
+        return Reply(wire.Done())
 
     # -- ends of actions --------------------------------------------------------------------------
 
     def _finished(self, action: object, result: Any, now_s: float) -> list[Action]:
         actions: list[Action] = []  # a message has arrived
         match action:
-            case Remember(run, answers):
-                return self._remembered(run, result, answers=answers)
+            case Remember(run, request):
+                actions = self._remembered(run, result)
+                return [*actions, self._reply(request)] if request else actions
             case Allocate(task=task):
                 return self._allocated(task, result)
             case Encode(job):
@@ -240,15 +253,14 @@ class Core:
                 return self.ledgers.recorded(run, result)
         return []  # files are gone
 
-    def _remembered(self, run: str, notes: Notes, *, answers: bool) -> list[Action]:
+    def _remembered(self, run: str, notes: Notes) -> list[Action]:
         ledger = self.ledgers.of(run)
         ledger.noted = notes
-        actions = [
+        return [
             *self.ledgers.retire(ledger.outdated()),
             *self.ledgers.record(ledger),
             *self.ledgers.remove(run, ledger.superseded()),
         ]
-        return [*actions, Reply(wire.Done())] if answers else actions
 
     def _allocated(self, task: object, region: Any) -> list[Action]:
         match task:
@@ -273,8 +285,8 @@ class Core:
                 actions = self._holder.failed(taking, error)
             case Allocate(task=Fetching() as fetching) | Gather(fetching):
                 actions = self._fetcher.failed(fetching, error)
-            case Allocate(task=wire.Reserve()) | Remember(answers=True):
-                actions = [Refuse(error)]
+            case Allocate(task=wire.Reserve() as request) | Remember(request=request):
+                actions = [Refuse(error)] if request else []
             case Write():
                 actions = self.storekeeper.failed(action, error)
             case Ask():

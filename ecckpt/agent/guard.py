@@ -82,7 +82,7 @@ class Guardian:
         ledger.guard = message
         return [
             *(self._ledgers.clear(message.run) if newer else ()),
-            *(self._ledgers.note(ledger, answers=True) or [Reply(wire.Done())]),
+            *(self._ledgers.note(ledger, message) or [Reply(wire.Done())]),
             *self._begin(message.run, now_s),
         ]
 

@@ -44,7 +44,7 @@ class Holder:
         queued = len(self._waiting) + len(self._pulling)
         if queued >= _QUEUE_LIMIT:
             raise RequestRefused(self._ledgers.node, 503, f"{queued} fragments are queued")
-        admitted = self._ledgers.admit(header.shard.run, message.writer)
+        admitted = self._ledgers.admit(header.shard.run, message.writer, header)
         self._waiting.append(Taking(message, table))
         return [*admitted, Reply(wire.Done()), *self._next()]
 

@@ -60,6 +60,8 @@ class Notes:
     roll_backs: tuple[RollBack, ...] = ()
     stored: tuple[Generation, ...] = ()
     guard: wire.Guard | None = None
+    restored_by: int = 0
+    session: str = ""
 
     @property
     def lasting(self) -> Notes:
@@ -75,13 +77,16 @@ class Ledger:
     ``recording`` at most once at a time.
     ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
     is what is on this node's disk, ``damaged`` what of it was found bad, and why. ``guard`` says
-    who holds for this node's ranks.
+    who holds for this node's ranks. ``restored`` is what timeline ``restored_by`` goes on from;
+    ``session`` has begun the timeline of the fence, if that is known.
     """
 
     run: str
     fence: int = 0
+    session: str = ""
     committed: Generation | None = None
     restored: Generation | None = None
+    restored_by: int = 0
     roll_backs: tuple[RollBack, ...] = ()
     stored: tuple[Generation, ...] = ()
     guard: wire.Guard | None = None
@@ -98,14 +103,22 @@ class Ledger:
     def notes(self) -> Notes:
         """What should be written down of it now."""
         return Notes(
-            self.fence, self.committed, self.restored, self.roll_backs, self.stored, self.guard
+            self.fence,
+            self.committed,
+            self.restored,
+            self.roll_backs,
+            self.stored,
+            self.guard,
+            self.restored_by,
+            self.session,
         )
 
     def believe(self, notes: Notes) -> None:
         """Take over what an earlier process wrote down, where it knew more."""
-        if self.restored is None or notes.fence > self.fence:
-            self.restored = notes.restored or self.restored
-        self.fence = max(self.fence, notes.fence)
+        if notes.restored is not None and notes.restored_by >= self.restored_by:
+            self.restored, self.restored_by = notes.restored, notes.restored_by
+        if notes.fence > self.fence:
+            self.fence, self.session = notes.fence, notes.session
         self.committed = notes.committed or self.committed
         self.guard = notes.guard or self.guard
         self.stored = max(self.stored, notes.stored, key=lambda stored: stored[-1:])
@@ -122,9 +135,35 @@ class Ledger:
         Raises ``Fenced`` for a writer of an older timeline.
         """
         self.check(writer)
-        newer = writer > self.fence
-        self.fence = writer
+        return self.reach(writer)
+
+    def reach(self, timeline: int) -> bool:
+        """Somebody writes in that timeline; whether this node did not know of it."""
+        newer = timeline > self.fence
+        if newer:
+            self.fence, self.session = timeline, ""
         return newer
+
+    def begin(self, timeline: int, session: str) -> bool:
+        """Let a session begin a timeline; True if this is news.
+
+        Raises ``Fenced`` if a newer one has begun, or this one by another session: of two starts
+        that overlap, at most one has a timeline.
+        """
+        if timeline == self.fence and self.session not in ("", session):
+            raise Fenced(timeline=timeline, current=self.fence)
+        newer = self.admit(timeline)
+        self.session = session
+        return newer
+
+    def went_on_from(self, generation: Generation) -> None:
+        """The newest timeline goes on from there."""
+        self.restored, self.restored_by = generation, self.fence
+
+    def learn_from(self, header: Header) -> None:
+        """What a writer of the newest timeline saves tells what that goes on from."""
+        if header.parent is not None and header.shard.generation.timeline == self.fence:
+            self.went_on_from(header.parent)
 
     def learn(self, roll_backs: Iterable[RollBack]) -> None:
         """Note roll-backs that somebody knows of."""
@@ -202,11 +241,19 @@ class Ledger:
     def is_outdated(self, generation: Generation, committed: Generation | None) -> bool:
         """Whether a commit lets it go: of what is older, all but what the run has gone back to.
 
-        That, too, goes with the first commit of the timeline that began there.
+        That, too, goes with the first commit of the timeline that began there. Nothing does while
+        a restart is under way that may yet choose what is older than the newest committed.
         """
         if committed is None or generation >= committed:
             return False
-        return generation != self.restored or committed.timeline >= self.fence
+        if committed.timeline >= self.fence:
+            return True
+        return self._start is not None and generation != self._start
+
+    @property
+    def _start(self) -> Generation | None:
+        """What the newest timeline goes on from, once that is known."""
+        return self.restored if self.restored_by == self.fence else None
 
     def given_up(self, rank: int, generations: Collection[Generation]) -> list[Entry]:
         """Entries of generations that their own writer abandoned (never of the committed one)."""
@@ -239,12 +286,13 @@ class Ledger:
 
         The committed generation is among it only if somebody went back before it on purpose.
         """
-        if self.restored is None:
+        start = self._start
+        if start is None:
             return []
         return [
             entry
             for (shard, _), entry in self.entries.items()
-            if self.restored < shard.generation
+            if start < shard.generation
             and shard.generation.timeline < self.fence
             and (
                 shard.generation != self.committed
@@ -254,13 +302,14 @@ class Ledger:
 
     def leftover(self) -> list[Entry]:
         """What else older timelines have left: neither committed nor gone on from."""
-        if self.restored is None:
+        start = self._start
+        if start is None:
             return []
         return [
             entry
             for (shard, _), entry in self.entries.items()
             if shard.generation.timeline < self.fence
-            and shard.generation not in (self.committed, self.restored)
+            and shard.generation not in (self.committed, start)
         ]
 
     # -- on disk ----------------------------------------------------------------------------------
@@ -308,13 +357,14 @@ class Ledger:
 
         And those of generations that somebody went back before on purpose.
         """
-        if self.restored is None:
+        start = self._start
+        if start is None:
             return []
         return [
             file
             for (shard, _), file in self.files.items()
             if shard.generation.timeline < self.fence
-            and shard.generation != self.restored
+            and shard.generation != start
             and (
                 shard.generation not in self.stored
                 or abandoned_by(shard.generation, self.roll_backs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ecckpt.agent.actions import Action, Discard, Record, Recycle, Remember, Remove
+from ecckpt.agent.actions import Action, Discard, Noted, Record, Recycle, Remember, Remove
 from ecckpt.agent.ledger import Entry, Ledger, Notes
 from ecckpt.errors import NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
@@ -51,15 +51,20 @@ class Ledgers:
 
     # -- writers ----------------------------------------------------------------------------------
 
-    def admit(self, run: str, writer: int) -> list[Action]:
-        """Let a writer of that timeline in, or raise ``Fenced``; slots of older ones go."""
+    def admit(self, run: str, writer: int, header: Header | None = None) -> list[Action]:
+        """Let a writer of that timeline in, or raise ``Fenced``; slots of older ones go.
+
+        ``header``: of what it is about to save.
+        """
         ledger = self.of(run)
         newer = ledger.admit(writer)
+        if header is not None:
+            ledger.learn_from(header)
         return (self.clear(run) if newer else []) + self.note(ledger)
 
-    def note(self, ledger: Ledger, *, answers: bool = False) -> list[Action]:
-        """Have written down what changed, if anything did."""
-        return [] if ledger.notes == ledger.noted else [Remember(ledger.run, answers)]
+    def note(self, ledger: Ledger, request: Noted | None = None) -> list[Action]:
+        """Have written down what changed, if anything did; then ``request`` is answered."""
+        return [] if ledger.notes == ledger.noted else [Remember(ledger.run, request)]
 
     def record(self, ledger: Ledger) -> list[Action]:
         """Have written down on disk what was noted, if anything of it is new there."""
@@ -161,7 +166,7 @@ class Ledgers:
         """A complete file on disk."""
         shard = file.header.shard
         ledger = self.of(shard.run)
-        ledger.fence = max(ledger.fence, shard.generation.timeline)
+        ledger.reach(shard.generation.timeline)
         ledger.files[shard, file.header.index] = file
         ledger.damaged.pop((shard, file.header.index), None)
 
@@ -196,7 +201,7 @@ class Ledgers:
         """A complete file that an earlier process left."""
         shard = entry.header.shard
         ledger = self.of(shard.run)
-        ledger.fence = max(ledger.fence, shard.generation.timeline)
+        ledger.reach(shard.generation.timeline)
         if ledger.is_outdated(shard.generation, ledger.committed):
             return self._free(entry)
         return self.enter(entry)

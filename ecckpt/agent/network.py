@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,13 +23,11 @@ from ecckpt.client import peer_client
 from ecckpt.errors import EcckptError, TooFewFragments, TooSlow
 from ecckpt.tracing import Tracer
 from ecckpt.transport.http import patience
+from ecckpt.transport.laggards import Field
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
 _PARALLEL_PULLS = 8
-# Holders that are slower than others by that much are left, where others can be asked.
-_LAG_LEAST_S = 2.0
-_LAG_FACTOR = 3.0
 
 
 class Network:
@@ -84,14 +81,16 @@ class Network:
         views = data_views(header, region) + parity_views(header, fetching.parity)
         gathering = Gathering.of(message)
 
-        def pull(index: int, field: _Field) -> None:
-            self._pull_next(gathering, index, views[index], table, field)
-            field.arrived()
+        def pull(index: int, field: Field) -> None:
+            self._pull_next(
+                gathering, index, views[index], table, field=field, deadline_s=deadline_s
+            )
+            field.ended()
 
         with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="fetch") as pool:
             wanted = gathering.first()
             while True:
-                field = _Field(len(wanted), gathering.spare(wanted), deadline_s)
+                field = Field(len(wanted), gathering.spare(wanted))
                 list(pool.map(pull, wanted, [field] * len(wanted)))
                 if not (wanted := gathering.next()):
                     break
@@ -120,16 +119,19 @@ class Network:
         index: int,
         view: memoryview,
         table: np.ndarray,
-        field: _Field,
+        *,
+        field: Field,
+        deadline_s: float,
     ) -> None:
         """Try one more source of a fragment, for those of its blocks that are not proven yet."""
         header = gathering.header
         address, runs = gathering.take(index)
+        spans = [span_of(header, rows) for rows in runs]
+        runner = field.start(sum(span.stop - span.start for span in spans))
         client = peer_client(address, self._token)
         try:
-            for rows in runs:
-                span = span_of(header, rows)
-                timeout_s = max(0.001, field.deadline_s - time.monotonic())
+            for rows, span in zip(runs, spans, strict=True):
+                timeout_s = max(0.001, deadline_s - time.monotonic())
                 with self._tracer.span("pull back", header.shard, index):
                     client.pull_fragment(
                         header.shard,
@@ -138,10 +140,11 @@ class Network:
                         offset=span.start,
                         timeout_s=timeout_s,
                         patience_s=patience(timeout_s),
-                        wanted=field.waits,
+                        wanted=runner.waits,
                     )
                 gathering.pulled_bytes += span.stop - span.start
                 gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))
+            runner.arrived()
         except TooSlow as error:
             gathering.problems.append(f"fragment {index}: {error}")
             gathering.postpone(index, address)
@@ -149,31 +152,3 @@ class Network:
         except (EcckptError, OSError) as error:
             gathering.problems.append(f"fragment {index}: {error}")
         gathering.judge(index, address)
-
-
-class _Field:
-    """Fragments that are pulled side by side, like runners: those who lag are not waited for.
-
-    That is for as many as there are others to ask instead.
-    """
-
-    def __init__(self, running: int, spare: int, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._started_s = time.monotonic()
-        self._running, self._spare = running, spare
-        self._took_s = 0.0
-
-    def arrived(self) -> None:
-        """One more is done, in whatever way."""
-        with self._lock:
-            self._running -= 1
-            self._took_s = time.monotonic() - self._started_s
-
-    def waits(self) -> bool:
-        """Whether those that still run are waited for."""
-        with self._lock:
-            if not self._took_s or self._running > self._spare:
-                return True
-            patience_s = max(_LAG_LEAST_S, _LAG_FACTOR * self._took_s)
-            return time.monotonic() - self._started_s < patience_s

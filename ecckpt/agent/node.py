@@ -113,6 +113,10 @@ class Agent:
         """Let older generations go."""
         return cast(wire.Done, self._driver.ask(message))
 
+    def begin(self, message: wire.Begin) -> Inventory:
+        """Begin a timeline, and show what is here."""
+        return cast(Inventory, self._driver.ask(message))
+
     def fence(self, message: wire.Fence) -> wire.Done:
         """Refuse older timelines."""
         return cast(wire.Done, self._driver.ask(message))

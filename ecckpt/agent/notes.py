@@ -23,6 +23,8 @@ def pack_notes(notes: Notes) -> bytes:
         "roll_backs": [[each.timeline, str(each.target)] for each in notes.roll_backs],
         "stored": [str(each) for each in notes.stored],
         "guard": wire.pack(notes.guard) if notes.guard else b"",
+        "restored_by": notes.restored_by,
+        "session": notes.session,
     }
     body: bytes = msgpack.packb(fields)
     return crc32c(body).to_bytes(4, "little") + body
@@ -34,8 +36,12 @@ def unpack_notes(raw: bytes, where: str) -> Notes:
         raise CorruptFragment(f"{where}: run state fails its CRC32C")
     try:
         fields: dict[str, Any] = msgpack.unpackb(raw[4:])
-        if type(fields["fence"]) is not int:
-            raise InvalidMessage(f"{where}: no fence in it")
+        restored_by = fields.get("restored_by", fields["fence"])
+        session = fields.get("session", "")
+        if type(fields["fence"]) is not int or type(restored_by) is not int:
+            raise InvalidMessage(f"{where}: no fence in it, or a timeline that is no number")
+        if type(session) is not str:
+            raise InvalidMessage(f"{where}: a session that is no text")
         roll_backs = (
             RollBack(int(timeline), Generation.parse(target))
             for timeline, target in fields.get("roll_backs", ())
@@ -47,6 +53,8 @@ def unpack_notes(raw: bytes, where: str) -> Notes:
             in_force(roll_backs),
             tuple(Generation.parse(each) for each in fields.get("stored", ())),
             wire.unpack(wire.Guard, fields["guard"]) if fields.get("guard") else None,
+            restored_by,
+            session,
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InvalidMessage(f"{where}: no run state: {error}") from error

@@ -74,7 +74,7 @@ class Storekeeper:
         if list(message.generations) != sorted(set(message.generations)) or not message.generations:
             raise InvalidMessage(f"{len(message.generations)} generations, not oldest first")
         ledger.retain(message.generations)
-        noted = self._ledgers.note(ledger, answers=True)
+        noted = self._ledgers.note(ledger, message)
         return noted or [
             Reply(wire.Done()),
             *self._ledgers.remove(message.run, ledger.superseded()),

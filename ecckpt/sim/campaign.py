@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ecckpt.sim.counts import Counts
 from ecckpt.sim.simulate import Outcome, simulate
 
 _YEAR_S = 365.25 * 24 * 3600
@@ -22,8 +23,7 @@ class Tally:
     simulated_s: float = 0.0
     events: int = 0
     injected: int = 0
-    commits: int = 0
-    restores: int = 0
+    counts: Counts = field(default_factory=Counts)
     lost: int = 0
     failed: list[Outcome] = field(default_factory=list)
 
@@ -38,8 +38,7 @@ class Tally:
         self.simulated_s += outcome.simulated_s
         self.events += outcome.events
         self.injected += outcome.injected
-        self.commits += outcome.commits
-        self.restores += outcome.restores
+        self.counts.add(outcome.counts)
         self.lost += outcome.lost
         if outcome.violation:
             self.failed.append(outcome)
@@ -53,9 +52,8 @@ class Tally:
             f"{self.seeds} seeds of {self.nodes} nodes in {self.seconds:.1f} s "
             f"({self.seeds / max(self.seconds, 1e-9):.2f} per second): "
             f"{self.node_years:.3f} node-years, {self.events:,} events, "
-            f"{self.injected:,} faults injected, {self.commits:,} commits, "
-            f"{self.restores:,} restores, {self.lost} runs lost to more than they promise to "
-            f"survive, {len(self.failed)} violations"
+            f"{self.injected:,} faults injected, {self.counts}, {self.lost} runs lost to more than "
+            f"they promise to survive, {len(self.failed)} violations"
         )
 
 
@@ -75,10 +73,9 @@ def describe(outcome: Outcome) -> str:
     """One seed, for people: what it drew and what became of it."""
     end = outcome.violation or "every promise was kept"
     return (
-        f"seed {outcome.seed}, {outcome.nodes} nodes, {outcome.ranks} ranks, {outcome.code}\n"
+        f"seed {outcome.seed}, {outcome.nodes} nodes, {outcome.ranks} ranks, {outcome.rules}\n"
         f"  faults: {outcome.faults}\n"
         f"  {outcome.events:,} events in {outcome.simulated_s:.1f} simulated s, "
-        f"{outcome.injected:,} faults injected, {outcome.commits} commits, "
-        f"{outcome.restores} restores, digest {outcome.digest:08x}\n"
+        f"{outcome.injected:,} faults injected, {outcome.counts}, digest {outcome.digest:08x}\n"
         f"  {end}"
     )

@@ -10,7 +10,8 @@ from random import Random
 class Faults:
     """Probabilities of what happens to a message, and how often a cluster is hit.
 
-    ``drop``, ``duplicate`` and ``late`` are per message, ``flip`` per pulled fragment. What ends in
+    ``drop``, ``duplicate`` and ``late`` are per message, request or answer; each takes ``jitter_s``
+    longer in the mean, so many arrive out of order. ``flip`` is per pulled fragment. What ends in
     ``_every_s`` is the mean time between two such faults somewhere in the cluster, 0 for never; the
     other times say how long they last at most. ``one_way`` is the share of partitions that let
     messages through in one direction, ``burst`` that of losses which take m holders along.
@@ -20,6 +21,7 @@ class Faults:
     duplicate: float = 0.0
     late: float = 0.0
     late_s: float = 0.0
+    jitter_s: float = 0.0
     flip: float = 0.0
     partition_every_s: float = 0.0
     partition_s: float = 0.0
@@ -54,6 +56,7 @@ def draw(rng: Random) -> Faults:
         duplicate=sometimes(0.001, 0.05),
         late=sometimes(0.001, 0.03),
         late_s=rng.uniform(0.5, 15.0),
+        jitter_s=sometimes(0.001, 0.05),
         flip=sometimes(0.001, 0.05),
         partition_every_s=sometimes(30.0, 200.0),
         partition_s=rng.uniform(2.0, 40.0),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ecckpt.errors import AgentUnreachable
+from ecckpt.errors import AgentUnreachable, EcckptError
 from ecckpt.sim.faults import NONE
 from ecckpt.sim.world import Actor, Process, Wait, World
 
@@ -63,7 +63,7 @@ class Network:
         if world.chance(faults.late):
             self.injected += 1
             return world.rng.uniform(_MEAN_S, faults.late_s)
-        return _LEAST_S + world.rng.expovariate(1 / _MEAN_S)
+        return _LEAST_S + world.rng.expovariate(1 / (_MEAN_S + faults.jitter_s))
 
     def send(self, source: str, target: str, arrive: Callable[..., None], *arguments: Any) -> float:
         """Send one message, or two of it; returns how long it takes, infinity if it is lost."""
@@ -159,3 +159,15 @@ class _Call:
         process, self._process = self._process, None
         if process is not None:
             process.resume(value)
+
+
+def answering(look: Callable[[Any], Any]) -> Callable[[Any, Answer], None]:
+    """A handler that answers at once with what it sees, or with the error that it meets."""
+
+    def handle(actor: Any, answer: Answer) -> None:
+        try:
+            answer(look(actor))
+        except EcckptError as error:
+            answer(error)
+
+    return handle

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ecckpt import wire
 from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Refusals
+from ecckpt.ordering import Wanted
 from ecckpt.placement import Placement
 from ecckpt.sim.host import Host
 from ecckpt.sim.network import Network
-from ecckpt.sim.rank import Rank, content_of, header_for
+from ecckpt.sim.rank import Rank
+from ecckpt.sim.rules import Rules, content_of
 from ecckpt.sim.truth import Truth
 from ecckpt.sim.world import Actor, Failure, Process, Steps, Wait, World, sleep
 
@@ -23,28 +23,8 @@ _STORE_PATIENCE_S = 30.0
 _STORE_S = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a run is configured with."""
-
-    k: int
-    m: int
-    min_margin: int
-    shard_bytes: int
-    budget_bytes: int
-    step_s: float
-    save_timeout_s: float
-    restore_timeout_s: float
-    guarded: bool
-
-    @property
-    def patience_s(self) -> float:
-        """For one request of a restore, as ``Restorer`` has it."""
-        return min(10.0, self.restore_timeout_s / 4)
-
-
 class Session:
-    """Ranks and their store. The store lives on the first rank's host."""
+    """Ranks and their store, which lives on the first rank's host; ``wanted`` is what it is for."""
 
     def __init__(
         self,
@@ -59,18 +39,15 @@ class Session:
         hosts: dict[str, Host],
         homes: list[str],
         placement: Placement,
+        wanted: Wanted,
     ) -> None:
         self.name = f"{number:016x}"
         self.run, self.rules, self.seed = run, rules, seed
         self.world, self.network, self.truth = world, network, truth
         self.hosts, self.homes, self.placement = hosts, homes, placement
         self.ranks = len(homes)
-        self.timeline = 0
+        self.wanted = wanted
         self.nothing_left = False
-        self.answering: set[str] = set()  # whose inventories the latest plan was made from
-        self.refusals = Refusals()
-        self.asked_again = False
-        self.silent: set[str] = set()
         self.members = [Rank(self, rank, hosts[home]) for rank, home in enumerate(homes)]
         self._failed: set[int] = set()
         self._counters: Counter[str] = Counter()
@@ -104,16 +81,7 @@ class Session:
 
     def header(self, shard: ShardId, home: str, parent: Generation | None) -> Header:
         """Of a shard that is about to be saved."""
-        rules = self.rules
-        return header_for(
-            shard,
-            ranks=self.ranks,
-            k=rules.k,
-            m=rules.m,
-            shard_bytes=rules.shard_bytes,
-            home=home,
-            parent=parent,
-        )
+        return self.rules.header(shard, ranks=self.ranks, home=home, parent=parent)
 
     def content(self, shard: ShardId) -> bytes:
         """The state of a rank at that step."""

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ecckpt import wire
 from ecckpt.agent.actions import Allocate, Discard, Event, Recycle
-from ecckpt.agent.ledger import Entry
+from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
+from ecckpt.fragment import HOME
 from ecckpt.generation import Generation, ShardId
+from ecckpt.ordering import Wanted
+from ecckpt.sim.choices import Choices
+from ecckpt.sim.counts import Counts
+from ecckpt.sim.pieces import Piece, Pieces, restorable, whole
 
 if TYPE_CHECKING:
     from ecckpt.sim.host import Host
@@ -34,33 +38,52 @@ class Violation(Exception):
         self.kind = kind
 
 
-@dataclass(eq=False, slots=True)
-class Piece:
-    """A complete file on a host; ``rotten`` are its blocks (fragment, row) that are wrong."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some bytes of a shard, from ``start`` on, that a rank goes on from."""
 
-    node: str
-    header: Header
-    rotten: set[tuple[int, int]] = field(default_factory=set)
+    shard: ShardId
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a run: so many ranks, of one session, on one timeline."""
+
+    timeline: int
+    session: str
+    ranks: int
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What the ranks of a start have loaded so far."""
+
+    generation: Generation
+    saved_bytes: int
+    ranks: int = 0
+    bytes: int = 0
 
 
 class Truth:
-    """Of one run. ``least`` is how many fragments a commit needs; ``ranks`` how many shards."""
+    """Of one run. ``least`` is how many fragments a commit needs, ``survived`` m + 1."""
 
-    def __init__(self, run: str, *, ranks: int, least: int, survived: int) -> None:
+    def __init__(self, run: str, *, least: int, survived: int) -> None:
         self.run = run
         self.safe: Generation | None = None
-        self.commits = 0
-        self.restores = 0
-        self._ranks, self._least, self._survived = ranks, least, survived
+        self.counts = Counts()
+        self._least, self._survived = least, survived
+        self._ranks: dict[Generation, int] = {}
         self._saved: dict[ShardId, bytes] = {}
-        self._pieces: dict[tuple[str, str], Piece] = {}
-        self._of: dict[ShardId, list[Piece]] = defaultdict(list)
+        self._pieces = Pieces()
+        self._choices = Choices()
         self._sealed: dict[ShardId, set[int]] = defaultdict(set)
         self._owed: dict[ShardId, list[Piece]] = {}
         self._committed: set[Generation] = set()
         self._timeline = 0
         self._begun_at: Generation | None = None
-        self._loaded: dict[str, Generation] = {}
+        self._loaded: dict[Start, Loaded] = {}
 
     # -- what agents do ---------------------------------------------------------------------------
 
@@ -68,19 +91,17 @@ class Truth:
         """A file is complete."""
         if entry.header.shard.run != self.run:
             return
-        piece = Piece(host.node, entry.header)
-        self._pieces[host.node, entry.region.name] = piece
-        self._of[entry.header.shard].append(piece)
+        self._pieces.add(Piece(host.node, entry.region.name, entry.header))
         self._sealed[entry.header.shard].add(entry.header.index)
 
     def going(self, host: Host, action: Recycle | Discard) -> None:
         """A region is about to be given up: the safe generation must not need it."""
-        piece = self._pieces.pop((host.node, action.region.name), None)
+        piece = self._pieces.find(host.node, action.region.name)
         if piece is None:
             return
         shard = piece.header.shard
         before = self._restorable(shard)
-        self._of[shard].remove(piece)
+        self._pieces.pop(host.node, action.region.name)
         if shard.generation == self.safe and before and not self._restorable(shard):
             raise Violation(
                 "retention", f"{host.node} gave up the last of {shard}, which nothing replaces"
@@ -88,12 +109,9 @@ class Truth:
 
     def adopted(self, host: Host, ledgers: Ledgers) -> None:
         """What an agent could not read again is gone, as far as it is concerned."""
-        known = {
-            (host.node, entry.region.name) for entry in ledgers.look(self.run).entries.values()
-        }
-        for key in [each for each in self._pieces if each[0] == host.node and each not in known]:
-            piece = self._pieces.pop(key)
-            self._of[piece.header.shard].remove(piece)
+        known = {entry.region.name for entry in ledgers.look(self.run).entries.values()}
+        for piece in [each for each in self._pieces.on(host.node) if each.name not in known]:
+            self._pieces.pop(host.node, piece.name)
             if not piece.rotten:
                 raise Violation("adoption", f"{host.node} did not take over {piece.header.shard}")
 
@@ -108,6 +126,11 @@ class Truth:
         if event.generation.timeline >= self._timeline:
             self._commit(event.generation)
 
+    def remembered(self, host: Host, run: str, notes: Notes) -> None:
+        """An agent has written down what it knows of a run."""
+        if run == self.run:
+            self._choices.noted(host.node, notes.roll_backs)
+
     def allocated(self, host: Host, action: Allocate) -> None:
         """A region was given to a task: what the run occupies is within its budget."""
         used_bytes = host.memory.used_bytes[action.run]
@@ -119,38 +142,26 @@ class Truth:
 
     def lost(self, host: Host) -> None:
         """A host's memory is gone."""
-        for key in [each for each in self._pieces if each[0] == host.node]:
-            piece = self._pieces.pop(key)
-            self._of[piece.header.shard].remove(piece)
+        self._choices.forgotten(host.node)
+        for piece in self._pieces.on(host.node):
+            self._pieces.pop(host.node, piece.name)
 
     def rot(self, rng: Random, hosts: Mapping[str, Host]) -> None:
-        """Flip a bit of some complete file: in a block, or in what says what it is."""
-        if not self._pieces:
-            return
-        (node, name), piece = rng.choice(list(self._pieces.items()))
-        header, view = piece.header, hosts[node].memory.files[name].view
-        if rng.random() < 0.2:
-            at = rng.randrange(SUPERBLOCK_BYTES - 4)  # superblock
-            piece.rotten.add((HOME, 0))
-        else:
-            within = rng.randrange(header.payload_bytes)
-            at = SUPERBLOCK_BYTES + within
-            fragment, offset = divmod(within, header.fragment_bytes)
-            index = fragment if header.index == HOME else header.index
-            piece.rotten.add((index, offset // header.block_bytes))
-        view[at] ^= 1 << rng.randrange(8)
+        """Flip a bit of some complete file."""
+        self._pieces.rot(rng, lambda piece: hosts[piece.node].memory.files[piece.name].view)
 
     # -- what trainers do -------------------------------------------------------------------------
 
     def writes(self, host: Host, region: Region) -> None:
         """A rank writes into a slot that it was given, perhaps long ago."""
-        piece = self._pieces.get((host.node, region.name))
+        piece = self._pieces.find(host.node, region.name)
         if piece is not None and host.memory.files.get(region.name) is region:
             raise Violation("bytes", f"{host.node}: a slot is written that is {piece.header.shard}")
 
-    def saved(self, shard: ShardId, data: bytes) -> None:
-        """A rank has put these bytes into its slot."""
+    def saved(self, shard: ShardId, data: bytes, ranks: int) -> None:
+        """One of so many ranks has put these bytes into its slot."""
         self._saved[shard] = data
+        self._ranks[shard.generation] = ranks
 
     def committed(self, host: Host, generation: Generation) -> None:
         """A trainer on that host was told that a generation is committed."""
@@ -169,24 +180,34 @@ class Truth:
         if generation in self._committed:
             return
         self._committed.add(generation)
-        self.commits += 1
-        for rank in range(self._ranks):
-            shard = ShardId(self.run, generation, rank)
+        self.counts.commits += 1
+        for shard in self._shards(generation):
             fragments = self._sealed[shard] - {HOME}
             if shard not in self._saved or len(fragments) < self._least:
                 raise Violation(
                     "commit", f"{shard} had {len(fragments)} fragments of {self._least} ever"
                 )
-            self._owed[shard] = list(self._of[shard])
+            self._owed[shard] = self._pieces.of(shard)
         if self.safe is None or generation > self.safe:
             self.safe = generation
             self._forget()
 
-    def chosen(self, generation: Generation | None, answering: Collection[str]) -> None:
-        """A plan was made from what these nodes say: the safe generation, if they have it."""
+    def chosen(
+        self, generation: Generation | None, answering: Collection[str], wanted: Wanted
+    ) -> None:
+        """A plan was made from what these nodes say: the safe generation, if they have it.
+
+        Unless somebody chose; and what somebody left on purpose only then.
+        """
+        if wanted.named:
+            return
+        if generation is not None and (left := self._choices.abandoned(generation, answering)):
+            raise Violation("roll-back", f"{generation} was chosen, after going back to {left}")
         if self.safe is None or (generation is not None and generation >= self.safe):
             return
-        shards = [ShardId(self.run, self.safe, rank) for rank in range(self._ranks)]
+        if self._choices.abandoned(self.safe, answering):
+            return  # whoever was told that it is wanted again is away
+        shards = self._shards(self.safe)
         if all(self._restorable(shard, answering) for shard in shards):
             raise Violation("recovery", f"{generation} was chosen, {self.safe} could be restored")
         for shard in shards:
@@ -196,66 +217,79 @@ class Truth:
     def refused(self, generation: Generation, answering: Collection[str], why: str) -> None:
         """All ranks pass over a generation: not the safe one while it could be had."""
         if generation == self.safe and all(
-            self._restorable(ShardId(self.run, generation, rank), answering)
-            for rank in range(self._ranks)
+            self._restorable(shard, answering) for shard in self._shards(generation)
         ):
             raise Violation("recovery", f"{generation} was refused and is there: {why}")
 
-    def loaded(self, start: str, rank: int, generation: Generation, data: bytes) -> None:
-        """A rank goes on from these bytes, in a start of the run: timeline and session."""
-        shard = ShardId(self.run, generation, rank)
-        if self._saved.get(shard) != data:
-            raise Violation("bytes", f"{shard} is not what was saved")
-        if self._loaded.setdefault(start, generation) != generation:
+    def loaded(
+        self, start: Start, rank: int, generation: Generation, parts: Iterable[Part]
+    ) -> None:
+        """A rank goes on from these bytes."""
+        if start not in self._loaded:
+            saved_bytes = sum(len(self._saved[each]) for each in self._shards(generation))
+            self._loaded[start] = Loaded(generation, saved_bytes)
+        loaded = self._loaded[start]
+        for part in parts:
+            saved = self._saved.get(part.shard, b"")
+            if saved[part.start : part.start + len(part.data)] != part.data:
+                raise Violation("bytes", f"{part.shard} is not what was saved")
+            if part.shard.generation != generation:
+                raise Violation("mixed", f"rank {rank} of {start} read {part.shard}")
+            loaded.bytes += len(part.data)
+        if loaded.generation != generation:
             raise Violation("mixed", f"rank {rank} of {start} loaded {generation}")
+        loaded.ranks += 1
+        if loaded.ranks == start.ranks:  # all that was saved, whoever has which part of it
+            if loaded.bytes != loaded.saved_bytes:
+                text = f"{start} has {loaded.bytes} of {loaded.saved_bytes} bytes"
+                raise Violation("bytes", text)
+            self.counts.reshaped += self._ranks[generation] != start.ranks
 
-    def begins(self, timeline: int, generation: Generation | None) -> None:
-        """All ranks have what they go on from."""
+    def begins(
+        self, timeline: int, generation: Generation | None, *, on_purpose: bool = False
+    ) -> None:
+        """All ranks have what they go on from; ``on_purpose``: somebody named it."""
         if timeline < self._timeline:
             return  # stopped in between, and fenced off without knowing
         # An equal one begins where all who answer have lost their memory, and the others are away.
         self._timeline, self._begun_at = timeline, generation
+        if on_purpose and generation is not None:
+            self._choices.made(timeline, generation)
+            self.counts.roll_backs += 1
         self.safe = generation
-        self.restores += 1
+        self.counts.restores += 1
         for shard in [each for each in self._owed if each.generation == generation]:
-            self._owed[shard] = list(self._of[shard])
+            self._owed[shard] = self._pieces.of(shard)
 
     # -- looking ----------------------------------------------------------------------------------
 
     def is_lost(self) -> bool:
         """Whether no host has the safe generation any more, whatever it says."""
         return self.safe is not None and not all(
-            self._restorable(ShardId(self.run, self.safe, rank)) for rank in range(self._ranks)
+            self._restorable(shard) for shard in self._shards(self.safe)
         )
 
     def is_whole(self) -> bool:
         """Whether every piece of the safe generation is there, and right."""
         return self.safe is not None and all(
-            self._whole(self._of[ShardId(self.run, self.safe, rank)]) for rank in range(self._ranks)
+            whole(self._pieces.of(shard)) for shard in self._shards(self.safe)
         )
 
-    def _whole(self, pieces: Iterable[Piece]) -> bool:
-        good = [piece for piece in pieces if not piece.rotten]
-        nodes = {piece.header.index: piece.node for piece in good}
-        return bool(good) and len(set(nodes.values())) == len(nodes) == good[0].header.n + 1
+    def _shards(self, generation: Generation) -> list[ShardId]:
+        ranks = self._ranks.get(generation, 0)
+        return [ShardId(self.run, generation, rank) for rank in range(ranks)]
 
     def _restorable(self, shard: ShardId, nodes: Collection[str] | None = None) -> bool:
         """Whether the pieces on these nodes (None: all) suffice for every row of a shard."""
-        pieces = [each for each in self._of[shard] if nodes is None or each.node in nodes]
-        if not pieces:
-            return False
-        k, rows = pieces[0].header.k, pieces[0].header.rows
-        if not any(piece.rotten for piece in pieces):
-            indices = {piece.header.index for piece in pieces}
-            return HOME in indices or len(indices) >= k
-        return all(len(set(_good(pieces, row))) >= k for row in range(rows))
+        pieces = self._pieces.of(shard)
+        return restorable([each for each in pieces if nodes is None or each.node in nodes])
 
     def _check_margin(self, shard: ShardId, answering: Collection[str]) -> None:
         """Of a shard that was held whole, the loss of any m + 1 nodes loses nothing."""
         owed = self._owed.get(shard, [])
         if not owed or len({piece.header.index for piece in owed}) <= owed[0].header.n:
             return
-        left = [piece for piece in self._of[shard] if piece.node in answering]
+        left = [piece for piece in self._pieces.of(shard) if piece.node in answering]
         gone = {piece.node for piece in owed if piece not in left or piece.rotten}
         if len(gone) <= self._survived:
             raise Violation(
@@ -264,19 +298,10 @@ class Truth:
 
     def _forget(self) -> None:
         """Drop the bytes of generations that nobody can want any more."""
-        kept = set(sorted({shard.generation for shard in self._saved})[-_REMEMBERED:])
-        kept |= {shard.generation for shard, pieces in self._of.items() if pieces}
-        for table in (self._saved, self._of, self._sealed, self._owed):
+        kept = set(sorted(self._ranks)[-_REMEMBERED:])
+        kept |= {shard.generation for shard in self._pieces.shards()}
+        tables: tuple[dict[ShardId, Any], ...] = (self._saved, self._sealed, self._owed)
+        for table in tables:
             for shard in [each for each in table if each.generation not in kept]:
                 del table[shard]
-
-
-def _good(pieces: Iterable[Piece], row: int) -> Iterable[int]:
-    """Indices of which a right block of that row is there."""
-    for piece in pieces:
-        if (HOME, 0) in piece.rotten:
-            continue
-        index = piece.header.index
-        for each in range(piece.header.k) if index == HOME else (index,):
-            if (each, row) not in piece.rotten:
-                yield each
+        self._ranks = {each: ranks for each, ranks in self._ranks.items() if each in kept}

@@ -16,7 +16,7 @@ from ecckpt.wire.coding import (
 from ecckpt.wire.disks import Block, Piece, Retain, Store, Stored, Verified, Verify
 from ecckpt.wire.nodes import Done, NodeInfo, Refusal
 from ecckpt.wire.repairs import Guard, Member, Presence, Probe, Repair
-from ecckpt.wire.restores import Fence, Fetch, Fetched, Sources
+from ecckpt.wire.restores import Begin, Fence, Fetch, Fetched, Sources
 from ecckpt.wire.saves import (
     Commit,
     Held,
@@ -35,6 +35,7 @@ __all__ = [
     "MESSAGE_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "REQUEST_LIMIT_BYTES",
+    "Begin",
     "Block",
     "Commit",
     "Done",

@@ -11,6 +11,18 @@ from ecckpt.wire.saves import Slot
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """Begin a timeline of a session, unless another start of the run has; show what is there.
+
+    Refuses all writers of older timelines from then on. Asked again, it is answered again.
+    """
+
+    run: str
+    timeline: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Refuse all writers of older timelines from now on.
 

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from builders import generation
@@ -22,11 +23,13 @@ from stored import store
 from worlds import states_for
 
 import ecckpt
-from ecckpt import agents, errors, joining, rendezvous, wire
+from ecckpt import agents, errors, joining, reading, rendezvous, wire
 from ecckpt.agent import node
 from ecckpt.config import NodeConfig
 from ecckpt.fragment import HOME
 from ecckpt.generation import ShardId
+from ecckpt.ordering import ShardSources
+from ecckpt.recovery import plan_recovery
 from ecckpt.testing import LocalCluster
 
 STORE = """
@@ -71,9 +74,10 @@ def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
 
 
 class _Slow:
-    """Stands before an agent, and passes its answers on with 10 kB/s."""
+    """Stands before an agent, and passes its answers on, 10 kB/s of them."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, bytes_per_s: int = 10_000) -> None:
+        self._piece_bytes = bytes_per_s // 10
         self._host, self._port = address.split(":")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ended = threading.Event()
@@ -103,7 +107,7 @@ class _Slow:
         far = socket.create_connection((self._host, int(self._port)))
         with near, far, suppress(OSError):
             far.sendall(near.recv(65536))
-            while (data := far.recv(1000)) and not self._ended.wait(0.1):
+            while (data := far.recv(self._piece_bytes)) and not self._ended.wait(0.1):
                 near.sendall(data)
 
 
@@ -127,6 +131,74 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
             assert file.read(len(shard)) == shard
         assert fetched.rebuilt_fragments == 1
         assert any("left behind" in problem for problem in fetched.problems)
+
+
+def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
+    # Its refusal was taken for what others need, and who took two seconds was left behind.
+    shard = bytes(range(256)) * 3500
+    with LocalCluster(nodes=6) as cluster:
+        store(cluster, [shard])
+        address = {node: cluster.client(node).node().address for node in cluster.nodes}
+        headers = {node: cluster.client(node).inventory("test").headers for node in cluster.nodes}
+        held = {
+            each.index: node for node in headers for each in headers[node] if each.index != HOME
+        }
+        with _Slow(address[held[1]], 100_000) as one, _Slow(address[held[2]], 100_000) as other:
+            sources = [wire.Sources(index, (address[held[index]],)) for index in sorted(held)]
+            sources[0] = wire.Sources(0, ("127.0.0.1:1",))
+            sources[1], sources[2] = (
+                wire.Sources(1, (one.address,)),
+                wire.Sources(2, (other.address,)),
+            )
+            header = replace(headers["n5"][0].at(HOME), home="n5")
+            fetched = cluster.client("n5").fetch(wire.Fetch(header, 1, tuple(sources), 0, 20.0))
+        assert not any("left behind" in problem for problem in fetched.problems)
+        assert fetched.rebuilt_fragments == 1
+
+
+def _reader(cluster: LocalCluster, slow: dict[str, _Slow], **more: float) -> reading.ShardReader:
+    """Of the shard that is stored, as a rank sees it to whom some agents are slow."""
+    clients = {node: cluster.client(node) for node in cluster.nodes}
+    plan = plan_recovery("test", [client.inventory("test") for client in clients.values()])
+    (report,) = plan.chosen.shards
+    clients |= {node: replace(clients[node], address=slow[node].address) for node in slow}
+    sources = ShardSources(report.header, report.homes, report.fragments)
+    return reading.ShardReader(sources, reading.Peers(clients, **more))
+
+
+@pytest.mark.parametrize(("slow_nodes", "lost"), [(["n0", "n1", "n2"], []), (["n1", "n2"], ["n0"])])
+def test_ranges_come_from_others_where_somebody_lags(
+    slow_nodes: list[str], lost: list[str]
+) -> None:
+    # n0 is the home, n1 to n5 hold a fragment each; one with 10 kB/s was waited for, to the end.
+    shard = os.urandom(900_000)
+    with LocalCluster(nodes=6) as cluster, ExitStack() as stack:
+        store(cluster, [shard])
+        address = {node: cluster.client(node).node().address for node in cluster.nodes}
+        slow = {node: stack.enter_context(_Slow(address[node])) for node in slow_nodes}
+        reader = _reader(cluster, slow, deadline_s=time.monotonic() + 20)
+        for node in lost:
+            cluster.kill(node)
+        reader.require(np.array([0]), np.array([len(shard)]))
+        assert reader.data == shard
+        assert reader._peers.lagging == set(slow_nodes)
+        # Who lags is not asked again, even where that means to decode.
+        reader.release()
+        reader.require(np.array([400_000]), np.array([500_000]))
+        assert reader.data[400_000:500_000] == shard[400_000:500_000]
+
+
+def test_ranges_come_from_who_lags_where_nobody_else_has_them() -> None:
+    shard = os.urandom(150_000)
+    with LocalCluster(nodes=6) as cluster, ExitStack() as stack:
+        store(cluster, [shard])
+        address = {node: cluster.client(node).node().address for node in cluster.nodes}
+        slow = {node: stack.enter_context(_Slow(address[node], 50_000)) for node in ("n1", "n4")}
+        reader = _reader(cluster, slow, deadline_s=time.monotonic() + 40)
+        for node in ("n0", "n3", "n5"):
+            cluster.kill(node)
+        reader.require(np.array([0]), np.array([len(shard)]))
+        assert reader.data == shard
 
 
 def test_ranks_wait_for_a_session_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,229 @@
+"""A host's agent: the real core, with hands that are made up.
+
+The counterpart of ``agent/driver.py`` and ``shelf.py``: what they do with threads, files and
+sockets is done here with events, bytes and ``Network``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ecckpt import wire
+from ecckpt.agent.actions import (
+    Allocate,
+    Ask,
+    Discard,
+    Due,
+    Encode,
+    Event,
+    Failed,
+    Fetching,
+    Finished,
+    Gather,
+    Gathered,
+    Large,
+    Post,
+    Pull,
+    Recycle,
+    Refuse,
+    Remember,
+    Reply,
+    Seal,
+    Small,
+    Wake,
+)
+from ecckpt.agent.coding import (
+    bad_blocks,
+    data_views,
+    encode_home,
+    fragment_view,
+    parity_views,
+    seal,
+)
+from ecckpt.agent.core import Core
+from ecckpt.errors import EcckptError
+from ecckpt.sim.network import Answer, answering
+from ecckpt.sim.pulling import Puller
+from ecckpt.sim.world import Actor, Steps
+
+if TYPE_CHECKING:
+    from ecckpt.sim.host import Host
+
+_POST_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 2.0
+_ENCODE_S = 0.002
+_ALLOCATE_S = 0.001
+_REMEMBER_S = 0.0002
+
+
+class Agent(Actor):
+    """A host's agent for as long as it lives."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.cluster.world)
+        self.host = host
+        self.node = host.node
+        self._puller = Puller(host.node, self.world, host.cluster.network, host.cluster.hosts)
+        self.memory = host.memory
+        self.core = Core(node=host.node, address=host.node, budget_bytes=host.cluster.budget_bytes)
+        for action in self.memory.adopt(self.core.ledgers):
+            assert isinstance(action, Recycle)
+            self._settle(action)
+        self.host.cluster.witness.adopted(host, self.core.ledgers)
+        self._watching: list[tuple[wire.Watch, Answer]] = []
+
+    # -- driving the core -------------------------------------------------------------------------
+
+    def tell(self, event: Event, asker: Answer | None = None) -> None:
+        """Hand in an event and perform what follows."""
+        try:
+            actions = self.core.handle(event, self.world.now_s)
+        except EcckptError as error:
+            if asker is None:
+                raise
+            asker(error)
+            return
+        for action in actions:
+            if isinstance(action, Small):
+                self._settle(action)
+        self.host.cluster.witness.decided(self.host, event)
+        for action in actions:
+            if isinstance(action, Reply | Refuse):
+                assert asker is not None
+                asker(action.message if isinstance(action, Reply) else action.error)
+                asker = None
+            elif not isinstance(action, Small):
+                self._perform(action, asker)
+        if self._watching:
+            self._news()
+
+    def _settle(self, action: Small) -> None:
+        match action:
+            case Seal(entry):
+                seal(entry)
+                self.host.cluster.witness.sealed(self.host, entry)
+            case Recycle() | Discard():
+                self.host.cluster.witness.going(self.host, action)
+                self.memory.let_go(action)
+            case Wake(at_s, task):
+                self._later(max(0.0, at_s - self.world.now_s), Due(task), None)
+
+    def _later(self, delay_s: float, event: Event, asker: Answer | None) -> None:
+        self.world.after(delay_s, self.reach, self.tell, event, asker)
+
+    def _perform(self, action: Large, asker: Answer | None) -> None:
+        match action:
+            case Allocate():
+                self.world.after(_ALLOCATE_S, self.reach, self._allocate, action, asker)
+            case Remember():
+                self.world.after(_REMEMBER_S, self.reach, self._remember, action, asker)
+            case Encode():
+                self.world.after(_ENCODE_S, self.reach, self._encode, action, asker)
+            case Pull():
+                self.spawn(self._pull(action))
+            case Gather():
+                self.spawn(self._gather(action, asker))
+            case Post():
+                self.spawn(self._post(action))
+            case Ask():
+                self.spawn(self._ask(action))
+            case _:
+                raise AssertionError(f"{type(action).__name__}: there are no disks here")
+
+    def _allocate(self, action: Allocate, asker: Answer | None) -> None:
+        try:
+            region = self.memory.allocate(action, self.host.cluster.budget_bytes)
+        except EcckptError as error:
+            self.tell(Failed(action, error), asker)
+            return
+        self.host.cluster.witness.allocated(self.host, action)
+        self.tell(Finished(action, region), asker)
+
+    def _remember(self, action: Remember, asker: Answer | None) -> None:
+        notes = self.core.ledgers.of(action.run).notes
+        self.memory.notes[action.run] = notes
+        self.host.cluster.witness.remembered(self.host, action.run, notes)
+        self.tell(Finished(action, notes), asker)
+
+    def _encode(self, action: Encode, asker: Answer | None) -> None:
+        home = action.job.home
+        assert home is not None
+        table = encode_home(home.header, home.region, action.job.parity)
+        self.tell(Finished(action, table), asker)
+
+    # -- over the network -------------------------------------------------------------------------
+
+    def _post(self, action: Post) -> Steps:
+        try:
+            target = self.host.cluster.hosts[action.address]
+            yield target.ask(self.node, action.message, _POST_TIMEOUT_S)
+        except EcckptError as error:
+            self.tell(Failed(action, error))
+        else:
+            self.tell(Finished(action))
+
+    def _ask(self, action: Ask) -> Steps:
+        target = self.host.cluster.hosts[action.sight.address]
+        look = answering(lambda agent: agent.core.presence(action.message))
+        try:
+            presence = yield target.call(self.node, look, _ASK_TIMEOUT_S)
+        except EcckptError as error:
+            self.tell(Failed(action, error))
+        else:
+            self.tell(Finished(action, presence))
+
+    def _pull(self, action: Pull) -> Steps:
+        taking = action.taking
+        message, region = taking.message, taking.region
+        assert region is not None
+        header = message.header
+        try:
+            data = yield self._puller.read(message.source, header.shard, header.index)
+        except EcckptError as error:
+            self.tell(Failed(action, error))
+            return
+        view = fragment_view(header, region)
+        view[:] = data
+        self.tell(Finished(action, len(bad_blocks(header, header.index, view, taking.table))))
+
+    def _gather(self, action: Gather, asker: Answer | None) -> Steps:
+        try:
+            gathered = yield from self._gathered(action.fetching)
+        except EcckptError as error:
+            self.tell(Failed(action, error), asker)
+        else:
+            self.tell(Finished(action, gathered), asker)
+
+    def _gathered(self, fetching: Fetching) -> Steps:
+        message, region = fetching.message, fetching.region
+        assert region is not None
+        header = message.header
+        table = yield from self._puller.table(message)
+        views = data_views(header, region) + parity_views(header, fetching.parity)
+        gathering, rebuilt = yield from self._puller.gather(message, views, table)
+        return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+
+    # -- requests that only look ------------------------------------------------------------------
+
+    def watch(self, message: wire.Watch, answer: Answer) -> None:
+        """How far a shard is; waits for news up to ``wait_s``."""
+        now = self.core.progress(message.shard)
+        if (now.state, now.committed) != (message.known_state, message.known_committed):
+            answer(now)
+            return
+        waiting = (message, answer)
+        self._watching.append(waiting)
+        self.world.after(message.wait_s, self.reach, self._waited, waiting)
+
+    def _news(self) -> None:
+        for waiting in list(self._watching):
+            message, answer = waiting
+            now = self.core.progress(message.shard)
+            if (now.state, now.committed) != (message.known_state, message.known_committed):
+                self._watching.remove(waiting)
+                answer(now)
+
+    def _waited(self, waiting: tuple[wire.Watch, Answer]) -> None:
+        if waiting in self._watching:
+            self._watching.remove(waiting)
+            waiting[1](self.core.progress(waiting[0].shard))

@@ -1,0 +1,113 @@
+"""The complete files that are really there, on all hosts, and what of them is wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
+from ecckpt.generation import ShardId
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A complete file on a host; ``rotten`` are its blocks (fragment, row) that are wrong.
+
+    Of one whose superblock is wrong that is (HOME, 0).
+    """
+
+    node: str
+    name: str
+    header: Header
+    rotten: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Pieces:
+    """By place and by shard."""
+
+    def __init__(self) -> None:
+        self._at: dict[tuple[str, str], Piece] = {}
+        self._of: dict[ShardId, list[Piece]] = defaultdict(list)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._at.values())
+
+    def add(self, piece: Piece) -> None:
+        """A file is complete; it takes the place of one of the same name."""
+        self.pop(piece.node, piece.name)
+        self._at[piece.node, piece.name] = piece
+        self._of[piece.header.shard].append(piece)
+
+    def find(self, node: str, name: str) -> Piece | None:
+        """The piece in that place."""
+        return self._at.get((node, name))
+
+    def pop(self, node: str, name: str) -> Piece | None:
+        """It is gone, if it was there."""
+        piece = self._at.pop((node, name), None)
+        if piece is not None:
+            left = self._of[piece.header.shard]
+            left.remove(piece)
+            if not left:
+                del self._of[piece.header.shard]
+        return piece
+
+    def on(self, node: str) -> list[Piece]:
+        """Those of a host."""
+        return [piece for piece in self._at.values() if piece.node == node]
+
+    def of(self, shard: ShardId) -> list[Piece]:
+        """Those of a shard."""
+        return list(self._of.get(shard, ()))
+
+    def shards(self) -> Collection[ShardId]:
+        """All shards of which anything is there."""
+        return self._of.keys()
+
+    def rot(self, rng: Random, view_of: Callable[[Piece], memoryview]) -> None:
+        """Flip a bit of some file: in a block, or in what says what it is."""
+        if not self._at:
+            return
+        piece = rng.choice(list(self._at.values()))
+        header = piece.header
+        if rng.random() < 0.2:
+            at = rng.randrange(SUPERBLOCK_BYTES - 4)
+            piece.rotten.add((HOME, 0))
+        else:
+            within = rng.randrange(header.payload_bytes)
+            at = SUPERBLOCK_BYTES + within
+            fragment, offset = divmod(within, header.fragment_bytes)
+            index = fragment if header.index == HOME else header.index
+            piece.rotten.add((index, offset // header.block_bytes))
+        view_of(piece)[at] ^= 1 << rng.randrange(8)
+
+
+def restorable(pieces: Collection[Piece]) -> bool:
+    """Whether these pieces of one shard suffice for every row of it."""
+    if not pieces:
+        return False
+    header = next(iter(pieces)).header
+    if not any(piece.rotten for piece in pieces):
+        indices = {piece.header.index for piece in pieces}
+        return HOME in indices or len(indices) >= header.k
+    return all(len(set(_good(pieces, row))) >= header.k for row in range(header.rows))
+
+
+def whole(pieces: Iterable[Piece]) -> bool:
+    """Whether every fragment and the home copy are there and right, each on a node of its own."""
+    good = [piece for piece in pieces if not piece.rotten]
+    nodes = {piece.header.index: piece.node for piece in good}
+    return bool(good) and len(set(nodes.values())) == len(nodes) == good[0].header.n + 1
+
+
+def _good(pieces: Iterable[Piece], row: int) -> Iterable[int]:
+    """Indices of which a right block of that row is there."""
+    for piece in pieces:
+        if (HOME, 0) in piece.rotten:
+            continue
+        index = piece.header.index
+        for each in range(piece.header.k) if index == HOME else (index,):
+            if (each, row) not in piece.rotten:
+                yield each

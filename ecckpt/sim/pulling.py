@@ -1,0 +1,102 @@
+"""Bytes from other agents: what ``agent/network.py`` does over sockets, here over ``Network``.
+
+An agent brings shards home with it, and a trainer that goes on with another number of ranks reads
+with it what others saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ecckpt import wire
+from ecckpt.agent.coding import bad_blocks, rebuild
+from ecckpt.agent.gathering import Gathering
+from ecckpt.blocks import span_of
+from ecckpt.errors import EcckptError, TooFewFragments
+from ecckpt.fragment import parse_table
+from ecckpt.generation import ShardId
+from ecckpt.sim.network import Network, answering
+from ecckpt.sim.world import Process, Steps, Wait, World, together
+
+if TYPE_CHECKING:
+    from ecckpt.sim.agent import Agent
+    from ecckpt.sim.host import Host
+
+_PULL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Puller:
+    """Pulls for whoever runs on ``node``; ``hosts`` are all, by node."""
+
+    node: str
+    world: World
+    network: Network
+    hosts: Mapping[str, Host]
+
+    def read(self, address: str, shard: ShardId, index: int) -> Wait:
+        """The bytes of a fragment, from another agent; now and then a bit flips on the way."""
+
+        def serve(agent: Agent) -> bytearray:
+            region, offset, size_bytes = agent.core.ledgers.locate(shard, index)
+            data = bytearray(region.view[offset : offset + size_bytes])  # type: ignore[union-attr]
+            if self.world.chance(self.network.faults.flip):
+                self.network.injected += 1
+                data[self.world.rng.randrange(size_bytes)] ^= 1 << self.world.rng.randrange(8)
+            return data
+
+        return self.hosts[address].call(self.node, answering(serve), _PULL_TIMEOUT_S)
+
+    def table(self, message: wire.Fetch) -> Steps:
+        """The checksums of a shard, from any of its sources."""
+        problems = []
+        addresses = dict.fromkeys(a for each in message.sources for a in each.addresses)
+        shard = message.header.shard
+        for address in addresses:
+            handle = answering(lambda agent: agent.core.ledgers.table(shard))
+            try:
+                packed = yield self.hosts[address].call(self.node, handle, _PULL_TIMEOUT_S)
+                return parse_table(packed, message.header, address)
+            except EcckptError as error:
+                problems.append(str(error))
+        raise TooFewFragments(f"checksums of {shard}", have=0, need=1, reasons=problems[:8])
+
+    def gather(self, message: wire.Fetch, views: list[memoryview], table: np.ndarray) -> Steps:
+        """Fill the n fragments in place, every block proven, the missing ones rebuilt.
+
+        Returns the ``Gathering`` and how many fragments were rebuilt.
+        """
+        gathering = Gathering.of(message)
+        wanted = gathering.first()
+        while True:
+            yield together([self._next(gathering, each, views[each], table) for each in wanted])
+            if not (wanted := gathering.next()):
+                break
+        return gathering, rebuild(gathering, views, table)
+
+    def _next(self, gathering: Gathering, index: int, view: memoryview, table: np.ndarray) -> Wait:
+        """Try one more source of a fragment."""
+
+        def steps() -> Steps:
+            header = gathering.header
+            address, runs = gathering.take(index)
+            try:
+                data = yield self.read(address, header.shard, index)
+                for rows in runs:
+                    span = span_of(header, rows)
+                    view[span] = data[span]
+                    gathering.pulled_bytes += span.stop - span.start
+                    bad = bad_blocks(header, index, view[span], table, rows)
+                    gathering.prove(index, rows, bad)
+            except EcckptError as error:
+                gathering.problems.append(f"fragment {index}: {error}")
+            gathering.judge(index, address)
+
+        def begin(process: Process) -> None:
+            process.actor.spawn(steps(), ended=process.resume)
+
+        return begin
