@@ -198,6 +198,21 @@ class TmpfsFull(EcckptError, OSError):
         self.need_bytes, self.free_bytes = need_bytes, free_bytes
 
 
+class NotMapped(EcckptError, OSError):
+    """Memory that the system does not let a process have, for files or for itself.
+
+    ``limit_bytes`` is the process's limit of address space (RLIMIT_AS), -1 if it has none.
+    """
+
+    def __init__(self, what: str, *, need_bytes: int, limit_bytes: int) -> None:
+        limit = "no limit" if limit_bytes < 0 else f"a limit of {limit_bytes:,} bytes"
+        super().__init__(
+            f"{what}: the system maps no {need_bytes:,} bytes more; this process has {limit}",
+            hint="see ulimit -v, vm.max_map_count and vm.overcommit_memory",
+        )
+        self.need_bytes, self.limit_bytes = need_bytes, limit_bytes
+
+
 # -- disk -----------------------------------------------------------------------------------------
 
 

@@ -1,17 +1,22 @@
 """Files in memory, mapped so that huge pages can be used, and given huge pages where possible.
 
-A tmpfs hands out small pages unless it was mounted otherwise. Mapping 1 GiB then takes 100 ms in
-every process that does it, and coding loses up to a quarter of its speed to the translation of
-addresses. Linux can gather the pages of a file into huge ones afterwards (MADV_COLLAPSE, 6.1),
-whatever the mount says, and a mapping profits if its address is a multiple of a huge page.
+A tmpfs hands out small pages unless it was mounted otherwise. Making 1 GiB of them takes half a
+second, mapping it 100 ms in every process that does it, and coding loses up to a quarter of its
+speed to the translation of addresses. Linux can gather the pages of a file into huge ones
+(MADV_COLLAPSE, 6.1), whatever the mount says, and where most of them are not there yet it has
+nothing to copy. A mapping profits if its address is a multiple of a huge page.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import resource
 import weakref
+
+from ecckpt.errors import NotMapped
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -34,7 +39,7 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     """The first ``size_bytes`` of an open file, writable and shared; unmapped with the last view.
 
     The file must be as long: touching what lies beyond its end would end the process. Its address
-    is a multiple of a huge page. Raises ``OSError``.
+    is a multiple of a huge page. Raises ``OSError``, ``NotMapped`` where it is for want of memory.
     """
     # Room for the alignment is taken first and the file mapped into it: nobody else gets between.
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_PAGE_BYTES
@@ -54,6 +59,20 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def lazy_bytes(size_bytes: int) -> mmap.mmap:
+    """Zeros that take memory only where they are written (or read); ``NotMapped``."""
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise not_mapped("a private copy", size_bytes) from error
+
+
+def not_mapped(what: str, size_bytes: int) -> NotMapped:
+    """The error for memory that this process cannot have, with its limit."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return NotMapped(what, need_bytes=size_bytes, limit_bytes=limit_bytes)
+
+
 def fault_in(view: memoryview) -> None:
     """Have all pages of a mapping at hand, so that no later access has to wait for one.
 
@@ -65,7 +84,8 @@ def fault_in(view: memoryview) -> None:
 def make_huge(view: memoryview) -> bool:
     """Gather the pages of a mapping of ``map_file`` into huge ones; whether that worked.
 
-    Safe while others use the file. Takes 2 ms per MiB the first time, next to nothing once done.
+    Safe while others use the file. Takes 2 ms per MiB if the pages are there, a tenth of that for
+    ``begin_huge``, next to nothing once done.
     """
     try:
         _advise(view, _MADV_COLLAPSE)
@@ -74,10 +94,24 @@ def make_huge(view: memoryview) -> bool:
     return True
 
 
+def begin_huge(descriptor: int, view: memoryview) -> bool:
+    """Make an empty file out of huge pages, mapped as ``view``; whether that worked.
+
+    Where it did not, and at the end if that is no multiple of one, pages are still missing. Raises
+    ``OSError`` if there is no room.
+    """
+    for start in range(0, len(view) - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+        os.pwrite(descriptor, b"\0", start)  # the kernel gathers only where there is something
+    return make_huge(view)
+
+
 def _map(address: int | None, size_bytes: int, protection: int, flags: int, file: int) -> int:
     found = _libc.mmap(address, size_bytes, protection, flags, file, 0)
     if found == _FAILED:
-        raise OSError(ctypes.get_errno(), f"cannot map {size_bytes:,} bytes")
+        error = ctypes.get_errno()
+        if error == errno.ENOMEM:
+            raise not_mapped("a file in memory", size_bytes)
+        raise OSError(error, f"cannot map {size_bytes:,} bytes")
     return int(found)
 
 

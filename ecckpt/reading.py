@@ -25,6 +25,7 @@ from ecckpt.errors import (
     TooFewFragments,
     TooSlow,
 )
+from ecckpt.mapping import lazy_bytes
 from ecckpt.ordering import ShardSources
 from ecckpt.transport.http import patience
 from ecckpt.transport.laggards import Field, Runner
@@ -88,7 +89,7 @@ class ShardReader:
         self._good = np.zeros((header.n, header.rows), dtype=bool)
         self._problems: list[str] = []
         self._table = self._find_table()
-        self._memory = _lazy_bytes(header.k * header.fragment_bytes)
+        self._memory = lazy_bytes(header.k * header.fragment_bytes)
         payload = memoryview(self._memory)
         size_bytes = header.fragment_bytes
         self._views = {
@@ -262,7 +263,7 @@ class ShardReader:
                 )
             for index in batch:
                 if index not in self._views:
-                    self._views[index] = memoryview(_lazy_bytes(header.fragment_bytes))
+                    self._views[index] = memoryview(lazy_bytes(header.fragment_bytes))
             self._pull(dict.fromkeys(batch, short), patient=patient)
         # What k good blocks of the row may have brought meanwhile needs no computing.
         lacking = lacking & ~self._good[: header.k]
@@ -300,9 +301,3 @@ class ShardReader:
         reasons = self._problems[:_PROBLEMS_KEPT]
         what = f"checksums of {self._header.shard}"
         raise TooFewFragments(what, have=0, need=1, reasons=reasons)
-
-
-def _lazy_bytes(size_bytes: int) -> mmap.mmap:
-    """Zeros that take memory only where they are written (or read)."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return mmap.mmap(-1, size_bytes, flags=flags)

@@ -36,6 +36,7 @@ from ecckpt.errors import (
     MemoryBudgetTooSmall,
     NotHeld,
     NothingToRestore,
+    NotMapped,
     StateMismatch,
     TmpfsFull,
 )
@@ -251,8 +252,8 @@ class Restorer:
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
-        except (MemoryBudgetTooSmall, TmpfsFull) as error:
-            return None, Outcome("room", f"rank {rank}: {error}")
+        except (MemoryBudgetTooSmall, TmpfsFull, NotMapped, MemoryError) as error:
+            return None, Outcome("room", f"rank {rank}: {error or 'MemoryError'}")
         except (EcckptError, OSError) as error:
             self._await_agent()
             return None, Outcome("bad", f"rank {rank}: {error}")
@@ -328,6 +329,8 @@ class Restorer:
             return self._proven(self._cluster.agent.slot(order.header.shard))
         except NotHeld:
             return None  # on disk only: fetching brings it into memory
+        except NotMapped:
+            raise  # there is no more room for another copy of it
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None

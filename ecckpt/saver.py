@@ -24,6 +24,7 @@ from ecckpt.errors import (
     EcckptError,
     InvalidConfig,
     MemoryBudgetTooSmall,
+    NotMapped,
     SaveFailed,
     SaveSkipped,
     SaveTimedOut,
@@ -50,7 +51,7 @@ from ecckpt.tracing import Moment, Tracer, moment
 _log = logging.getLogger(__name__)
 
 # Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
-_SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull)
+_SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull, NotMapped)
 _SPANS_TIMEOUT_S = 2.0
 
 

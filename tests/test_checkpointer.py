@@ -171,6 +171,7 @@ def test_saves_of_one_session_are_never_mistaken_for_each_other(cluster1: LocalC
         assert world.save(5, [state])[0].wait(30)
         first = world.checkpointers[0].timeline
         port = (cluster1.root("n0") / "port").read_text()
+        world.await_slots()  # or the rank would start an agent, too
         cluster1.kill("n0")  # all memory of the run is gone, but not what the store has counted
         cluster1.root("n0").mkdir(mode=0o700)
         (cluster1.root("n0") / "port").write_text(port)

@@ -73,3 +73,10 @@ def test_what_is_good_is_not_pulled_again():
     assert found.next() == [1]
     pull(found, 1)
     assert found.next() == [2]
+
+
+def test_others_are_asked_at_once_instead_of_what_nobody_has():
+    found = gathering((0, ("a",)), (3, ("d",)), (4, ("e",)))
+    assert found.first() == [0, 3, 4]
+    found = gathering((0, ("a",)), (2, ("c",)), (3, ("d",)), (4, ("e",)))
+    assert found.first() == [0, 2, 3]

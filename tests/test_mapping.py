@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.mapping import HUGE_PAGE_BYTES, fault_in, make_huge, map_file
+from ecckpt.mapping import HUGE_PAGE_BYTES, begin_huge, fault_in, make_huge, map_file
 
 SIZE = 3 * HUGE_PAGE_BYTES + 5 * mmap.PAGESIZE
 
 
 @contextmanager
-def tmpfs_file(size=SIZE):
-    """An open file in tmpfs, all of it there."""
+def tmpfs_file(size=SIZE, *, reserve=True):
+    """An open file in tmpfs, all of it there, or nothing."""
     path = Path("/dev/shm") / f"ecckpt-test-mapping-{os.getpid()}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, size)
+        if reserve:
+            os.posix_fallocate(descriptor, 0, size)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -85,6 +87,19 @@ def test_huge_pages_keep_the_bytes():
         assert again[: len(content)] == content
         assert huge_kib() >= 6 * HUGE_PAGE_BYTES // 1024  # a new mapping profits at once
         assert make_huge(again)
+
+
+def test_an_empty_file_begins_on_huge_pages():
+    with tmpfs_file(reserve=False) as descriptor:
+        view = map_file(descriptor, SIZE)
+        if not begin_huge(descriptor, view):
+            pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")
+        there = 512 * os.fstat(descriptor).st_blocks
+        assert there == 3 * HUGE_PAGE_BYTES  # the tail is the caller's
+        os.posix_fallocate(descriptor, 0, SIZE)
+        fault_in(view)
+        assert huge_kib() >= 3 * HUGE_PAGE_BYTES // 1024
+        assert not any(view)
 
 
 def test_memory_that_cannot_be_huge():

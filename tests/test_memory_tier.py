@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from media import small_tmpfs
 from tier_suite import TierSuite, content_of
 
-from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.mapping import HUGE_PAGE_BYTES, make_huge
 from ecckpt.tiers.memory import MemoryTier, private_folder, void
@@ -144,6 +144,19 @@ def test_a_tmpfs_filled_by_somebody_else_costs_nobody_anything(small_root):
     assert take(tier, 4 * MIB) is kept
 
 
+def test_what_was_begun_when_the_room_ran_out_is_room_again(small_root, monkeypatch):
+    tier = MemoryTier(small_root, node="n1")
+    kept = take(tier, 10 * MIB)
+    # As if somebody else had been quicker.
+    monkeypatch.setattr(MemoryTier, "_free_bytes", lambda _: 1 << 40)
+    with pytest.raises(TmpfsFull) as caught:
+        take(tier, 8 * MIB)
+    assert caught.value.__traceback__ is not None  # and with it all that was mapped
+    size = os.statvfs(small_root)
+    assert size.f_bavail * size.f_frsize >= 5 * MIB
+    assert files(small_root) == [kept.path.name]
+
+
 def test_spare_regions_of_any_run_go_before_a_tmpfs_is_called_full(small_root):
     tier = MemoryTier(small_root, node="n1")
     for run in ("a", "b"):
@@ -151,6 +164,27 @@ def test_spare_regions_of_any_run_go_before_a_tmpfs_is_called_full(small_root):
     kept = take(tier, 12 * MIB)
     assert files(small_root) == [kept.path.name]
     assert [tier.used_bytes(run) for run in ("a", "b", "test")] == [0, 0, 12 * MIB]
+
+
+def test_what_cannot_be_mapped_is_an_error_with_both_numbers_once_spare_regions_are_gone(
+    tier, root
+):
+    tier.recycle("a", take(tier, 32 * MIB, run="a"))
+    kept = take(tier, MIB)
+    free = resource.getrlimit(resource.RLIMIT_AS)
+    status = Path("/proc/self/status").read_text()
+    limit_bytes = int(re.search(r"VmSize:\s+(\d+)", status)[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, free[1]))
+    try:
+        fits = take(tier, 24 * MIB)
+        with pytest.raises(NotMapped, match="ulimit -v") as caught:
+            take(tier, 32 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, free)
+    assert caught.value.need_bytes >= 32 * MIB
+    assert caught.value.limit_bytes == limit_bytes
+    assert files(root) == sorted([kept.path.name, fits.path.name])
+    assert [tier.used_bytes(run) for run in ("a", "test")] == [0, 25 * MIB]
 
 
 @pytest.mark.parametrize("size_bytes", [1 << 40, 1 << 62])
@@ -363,7 +397,16 @@ def impatient(monkeypatch):
     monkeypatch.setattr("ecckpt.tiers.hugepages._CALM_S", 0.0)
 
 
-def test_regions_are_on_huge_pages_before_long(tier, impatient):
+def test_new_regions_are_on_huge_pages(tier):
+    region = take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB)
+    if not make_huge(region.view):
+        pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")
+    assert on_huge_pages(take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB))
+
+
+def test_regions_that_began_without_are_on_huge_pages_before_long(tier, impatient, monkeypatch):
+    # As if the kernel had none at the moment.
+    monkeypatch.setattr("ecckpt.tiers.memory.begin_huge", lambda descriptor, view: False)
     region = take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB)
     if not make_huge(region.view):
         pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")

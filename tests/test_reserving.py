@@ -242,7 +242,7 @@ def world(cluster1: LocalCluster, monkeypatch) -> Iterator[World]:
     with World(cluster1) as world:
         world.restore(states_for(1, seed=0))
         assert world.save(1, states_for(1, seed=1))[0].wait(30)
-        await_idle(world.checkpointers[0]._saver._reserver)
+        world.await_slots()
         yield world
 
 

@@ -29,15 +29,8 @@ def world(cluster6: LocalCluster):
         world.restore(states_for(RANKS, seed=0))
         for step in (1, 2):  # both slots of a rank are made
             assert all(each.wait(30) for each in world.save(step, states_for(RANKS, seed=step)))
-        await_slots(world)
+        world.await_slots()
         yield world
-
-
-def await_slots(world: World) -> None:
-    for each in world.checkpointers:
-        reserver = each._saver._reserver
-        with reserver._news:
-            assert reserver._news.wait_for(lambda reserver=reserver: reserver._wish is None, 10)
 
 
 def restored(cluster: LocalCluster, blank):
@@ -104,7 +97,7 @@ def test_a_skipped_save_is_raised_where_that_was_asked_for(cluster1: LocalCluste
     with World(cluster1, strict=True) as world:
         world.restore([state])
         assert world.save(1, [state])[0].wait(30)
-        await_slots(world)
+        world.await_slots()
         with stopped(cluster1, "n0"):
             (first,) = world.save(2, [state])
             with pytest.raises(SaveSkipped, match="step 3 was skipped"):

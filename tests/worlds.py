@@ -53,6 +53,14 @@ class World:
             lambda rank: self.checkpointers[rank].save(step, states[rank], patience_s=patience_s)
         )
 
+    def await_slots(self) -> None:
+        """Wait until a slot for the next save is there: no rank asks its agent for anything."""
+        for checkpointer in self.checkpointers:
+            reserver = checkpointer._saver._reserver
+            with reserver._news:
+                idle = reserver._news.wait_for(lambda each=reserver: each._wish is None, 10)
+            assert idle
+
     def close(self) -> None:
         for checkpointer in self.checkpointers:
             checkpointer.close()

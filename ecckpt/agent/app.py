@@ -20,6 +20,7 @@ from ecckpt.errors import (
     InvalidMessage,
     MemoryBudgetTooSmall,
     NotHeld,
+    NotMapped,
     RequestRefused,
     TmpfsFull,
     facts,
@@ -55,6 +56,7 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (InvalidConfig, 400),
     (MemoryBudgetTooSmall, 507),
     (TmpfsFull, 507),
+    (NotMapped, 507),
 )
 _SEND_BYTES = 1 << 20
 

@@ -10,6 +10,7 @@ from ecckpt.agent.gathering import Gathering
 from ecckpt.agent.ledger import Entry
 from ecckpt.blocks import span_of
 from ecckpt.codec import Codec
+from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import CorruptFragment
 from ecckpt.fragment import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
 
@@ -74,6 +75,7 @@ def rebuild(gathering: Gathering, views: list[memoryview], table: np.ndarray) ->
             {index: views[index][span] for index in present},
             {index: views[index][span] for index in missing},
             header.block_bytes,
+            threads=COPY_THREADS,
         )
         if not np.array_equal(sums[missing], table[missing, rows]):
             raise CorruptFragment(f"{header.shard}: rebuilt blocks fail their CRC32C")

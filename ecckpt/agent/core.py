@@ -51,9 +51,11 @@ from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.protect import Protector
 from ecckpt.agent.sizes import steady_bytes
 from ecckpt.agent.store import Storekeeper
-from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.fragment import HOME
 from ecckpt.generation import ShardId, check_name
+
+_NO_ROOM = (MemoryBudgetTooSmall, TmpfsFull, NotMapped)
 
 
 class Core:
@@ -277,7 +279,7 @@ class Core:
     def _failed(self, action: object, error: Exception, now_s: float) -> list[Action]:
         actions: list[Action] = []  # a note is tried again with the next; an answer is not
         match action:
-            case Allocate(again=False) if isinstance(error, (MemoryBudgetTooSmall, TmpfsFull)):
+            case Allocate(again=False) if isinstance(error, _NO_ROOM):
                 actions = self._make_room(action, error, now_s)
             case Allocate(task=Job() as job) | Encode(job):
                 actions = self._protector.failed(job, error, now_s)
@@ -305,7 +307,7 @@ class Core:
         that ranks of any run have reserved ahead: they may have ended, and one that lives asks
         again.
         """
-        run = None if isinstance(error, TmpfsFull) else action.run
+        run = action.run if isinstance(error, MemoryBudgetTooSmall) else None
         recalled = self.ledgers.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]

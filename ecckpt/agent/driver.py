@@ -99,6 +99,8 @@ class Driver:
         }
         behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=calm)
         self._pools |= {Write: behind, Remove: behind, Record: behind}
+        for pool in {id(pool): pool for pool in self._pools.values()}.values():
+            pool.submit(bool)  # one thread of each is there from the start
 
     def adopt(self, *, patience_s: float) -> None:
         """Enter what is on disk; what takes longer than ``patience_s`` is entered when it is read.
@@ -165,7 +167,7 @@ class Driver:
             elif answer is None and not isinstance(action, Behind):
                 todo.extend(self._decide(self._perform(action)))
             else:
-                self._pools[type(action)].submit(self._work, action)
+                self._submit(action)
         if isinstance(answer, Refuse):
             raise answer.error
         assert isinstance(answer, Reply), request
@@ -175,7 +177,13 @@ class Driver:
         """Decide about an event that nobody waits for."""
         for action in self._decide(event):
             assert not isinstance(action, Reply | Refuse)
+            self._submit(action)
+
+    def _submit(self, action: Large) -> None:
+        try:
             self._pools[type(action)].submit(self._work, action)
+        except RuntimeError as error:  # no memory for one more thread: one that is there does it
+            _log.warning("%s waits: %s", type(action).__name__.lower(), error)
 
     def _work(self, action: Large) -> None:
         try:

@@ -43,8 +43,9 @@ class Gathering:
         return cls(header, good, untried, again)
 
     def first(self) -> list[int]:
-        """The fragments to begin with: the shard's own bytes."""
-        return [index for index in range(self.header.k) if self.untried.get(index)]
+        """The fragments to begin with: the shard's own, and others in place of those lost."""
+        had = [index for index in range(self.header.n) if self.untried.get(index)]
+        return had[: self.header.k]
 
     def next(self) -> list[int]:
         """The fragments to try now, as many as some row still lacks; empty when all can be had.

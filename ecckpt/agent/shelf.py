@@ -31,7 +31,7 @@ class Shelf:
         self._states.mkdir(mode=0o700, exist_ok=True)
 
     def allocate(self, action: Allocate) -> Region:
-        """A region whose superblock is void; ``MemoryBudgetTooSmall`` or ``TmpfsFull``."""
+        """A region whose superblock is void; raises as the tier does."""
         budget_bytes = action.budget_bytes or self.tier.default_budget_bytes()
         return self.tier.allocate(
             action.run, action.size_bytes, budget_bytes=budget_bytes, what=action.what

@@ -1,8 +1,9 @@
-"""Huge pages for regions that are new, in the background.
+"""Huge pages for regions that were made without, in the background.
 
-A region is made on small pages, quickly, because somebody waits for it. As it is recycled for as
-long as the run lasts, gathering its pages once pays: coding and copying get faster, and a restarted
-process maps it in no time. Whoever touches a page that is being moved waits a few milliseconds.
+A region is made of huge pages where the kernel has them to give. Where it had none at the moment,
+or an earlier agent left the region, gathering its pages pays, for it is recycled for as long as the
+run lasts: coding and copying get faster, and a restarted process maps it in no time. Whoever
+touches a page that is being moved waits a few milliseconds.
 """
 
 from __future__ import annotations

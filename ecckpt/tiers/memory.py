@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.errors import InvalidConfig, TmpfsFull
+from ecckpt.errors import InvalidConfig, NotMapped, TmpfsFull
 from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.mapping import fault_in, map_file
+from ecckpt.mapping import begin_huge, fault_in, map_file
 from ecckpt.tiers.accounts import Accounts
 from ecckpt.tiers.hugepages import HugePages
 
@@ -64,8 +64,8 @@ class MemoryTier:
         """A region of at least that size whose superblock is void; its other bytes are garbage.
 
         Takes a spare region that fits, else makes one, giving spare ones back to the system where
-        the budget asks for it. Raises ``MemoryBudgetTooSmall`` or ``TmpfsFull``; the tier is then
-        as before.
+        the budget asks for it. Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``NotMapped``;
+        the tier is then as before.
         """
         size_bytes = whole_pages(size_bytes)
         with self._lock:
@@ -110,10 +110,10 @@ class MemoryTier:
             freed.path.unlink(missing_ok=True)
 
     def _create_at_any_price(self, size_bytes: int) -> Region:
-        """A new region; where the tmpfs is full of spare ones, of any run, they go first."""
+        """A new region; where memory is full of spare ones, of any run, they go first."""
         try:
             return self._create(size_bytes)
-        except TmpfsFull:
+        except (TmpfsFull, NotMapped):
             if not self._drop_spares():
                 raise
             return self._create(size_bytes)
@@ -141,10 +141,14 @@ class MemoryTier:
         path = self._folder / f"{secrets.token_hex(8)}.region"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # ftruncate would succeed past the tmpfs limit, and the first write would be a SIGBUS.
+            os.ftruncate(descriptor, size_bytes)
+            region = Region(path, size_bytes, map_file(descriptor, size_bytes))
+            huge = begin_huge(descriptor, region.view)
+            # Past the tmpfs limit the first touch of a page that is not there would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
-            path.unlink()
+            os.ftruncate(descriptor, 0)  # room now, however long the mapping may be referred to
+            path.unlink()  # nobody would find it before the next start
             if error.errno != errno.ENOSPC:
                 raise
             raise TmpfsFull(
@@ -152,13 +156,9 @@ class MemoryTier:
             ) from error
         finally:
             os.close(descriptor)
-        try:
-            region = _map(path, size_bytes)
-        except OSError:
-            path.unlink()  # nobody would find it before the next start
-            raise
         _fault_in(region)
-        self._huge_pages.want(region)
+        if not huge:
+            self._huge_pages.want(region)
         return region
 
 

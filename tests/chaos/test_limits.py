@@ -6,6 +6,7 @@ import hashlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from stored import store
 from worlds import World, same_state, states_for
 
 from ecckpt import wire
+from ecckpt.client import AgentClient
+from ecckpt.errors import NoRoomToRestore
 from ecckpt.fragment import (
     BLOCK_BYTES,
     HOME,
@@ -109,6 +112,58 @@ def _files(cluster: LocalCluster, run: str) -> dict[Path, tuple[str, int]]:
             if header is not None and header.shard.run == run:
                 found[path] = hashlib.sha256(content).hexdigest(), path.stat().st_mtime_ns
     return found
+
+
+def test_an_agent_that_may_map_no_more_memory(cluster6: LocalCluster) -> None:
+    # What is there stays there: no thread dies of it, and it is the same process that goes on.
+    pid = cluster6.client("n5").node().pid
+    free = resource.prlimit(pid, resource.RLIMIT_AS)
+    _save_fails_alike(
+        cluster6,
+        lambda: resource.prlimit(pid, resource.RLIMIT_AS, (_mapped_bytes(pid), free[1])),
+        lambda: resource.prlimit(pid, resource.RLIMIT_AS, free),
+        "the system maps no",
+    )
+    assert cluster6.client("n5").node().pid == pid
+
+
+@pytest.mark.parametrize("before", ["slot", "table"])
+def test_a_rank_that_may_map_no_more_memory(
+    cluster6: LocalCluster, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    # An older generation was taken instead, which needs as much.
+    options: dict[str, Any] = {"ranks": 1, "code": (3, 2), "restore_timeout_s": 8.0}
+    states = states_for(1, seed=4, elements=ELEMENTS)
+    with World(cluster6, agents=cluster6.addresses(), **options) as world:
+        world.restore(states)
+        assert world.save(1, states)[0].wait(30)
+    asked = getattr(AgentClient, before)
+    free = resource.getrlimit(resource.RLIMIT_AS)
+
+    def ask(client: AgentClient, about: Any) -> Any:
+        answer = asked(client, about)
+        resource.setrlimit(resource.RLIMIT_AS, (_mapped_bytes(os.getpid()), free[1]))
+        return answer
+
+    blank = states_for(1, seed=0, elements=ELEMENTS)
+    with World(cluster6, agents=cluster6.addresses(), **options) as world:
+        if before == "table":  # of which it asks peers, to do without its own agent
+            os.killpg(cluster6.pid("n0"), signal.SIGKILL)
+            cluster6.wait("n0")
+        monkeypatch.setattr(AgentClient, before, ask)
+        try:
+            with pytest.raises(NoRoomToRestore, match=r"rank 0: .*maps no [0-9,]+ bytes more"):
+                world.restore(blank)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, free)
+        monkeypatch.undo()
+        assert world.restore(blank)[0].step == 1
+    assert all(map(same_state, blank, states))
+
+
+def _mapped_bytes(pid: int) -> int:
+    (line,) = [x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if "VmSize" in x]
+    return int(line.split()[1]) << 10
 
 
 def test_dead_trainers_and_neighbours_side_by_side(cluster6: LocalCluster) -> None:
