@@ -202,6 +202,10 @@ class AgentClient:
         """Begin a timeline there, and see what it holds; ``Fenced`` if another one has begun."""
         return self._post(Inventory, message.run, "begin", message)
 
+    def forget(self, message: wire.Forget) -> None:
+        """Have an agent drop all that it holds of a run; ``Fenced`` if it has begun anew."""
+        self._post(wire.Done, message.run, "forget", message)
+
     def fence(self, message: wire.Fence) -> None:
         """Tell an agent to refuse writers of older timelines."""
         self._post(wire.Done, message.run, "fence", message)

@@ -6,10 +6,12 @@ holds the fragment. Where a holder is gone or a block is bad, its row is decoded
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,6 +20,7 @@ import numpy as np
 from ecckpt.blocks import Flags, Offsets, covering, like_rows, span_of, spans
 from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
+from ecckpt.copying import COPY_THREADS, copy_bytes
 from ecckpt.errors import (
     AgentUnreachable,
     CorruptFragment,
@@ -25,6 +28,7 @@ from ecckpt.errors import (
     TooFewFragments,
     TooSlow,
 )
+from ecckpt.fragment import Header
 from ecckpt.mapping import lazy_bytes
 from ecckpt.ordering import ShardSources
 from ecckpt.transport.http import patience
@@ -34,6 +38,8 @@ _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
 _PIECE_BYTES = 8 << 20
 _KEPT_BYTES = 64 << 20
+# Of a shard, so much that the memory for it is made in large pieces.
+_MOST = 0.5
 # What a peer is taken to manage, as long as there is none to compare it with.
 _ASSUMED_BYTES_PER_S = 1e6
 
@@ -42,14 +48,16 @@ _ASSUMED_BYTES_PER_S = 1e6
 class Peers:
     """The agents that are read from, shared by all readers of one restore.
 
-    ``near`` is this node, which is asked first; ``spread`` differs from rank to rank, so that not
-    all begin with the same peer. A node that once did not answer is not asked again; one that once
+    ``near`` is this node, which is asked first, and whose home copies are read where they lie if
+    ``home`` maps them; ``spread`` differs from rank to rank, so that not all begin with the same
+    peer. A node that once did not answer is not asked again; one that once
     lagged far behind others is, where nothing else is left. Each request may take ``request_s``,
     all of them until ``deadline_s``.
     """
 
     clients: Mapping[str, AgentClient]
     near: str = ""
+    home: Callable[[Header], memoryview] | None = None
     spread: int = 0
     deadline_s: float = math.inf
     request_s: float = math.inf
@@ -89,6 +97,9 @@ class ShardReader:
         self._good = np.zeros((header.n, header.rows), dtype=bool)
         self._problems: list[str] = []
         self._table = self._find_table()
+        self._home: memoryview | None = None
+        self._asked_home = False
+        self._lock = threading.Lock()
         self._memory = lazy_bytes(header.k * header.fragment_bytes)
         payload = memoryview(self._memory)
         size_bytes = header.fragment_bytes
@@ -120,6 +131,9 @@ class ShardReader:
             wanted = covering(self._header, starts, ends)
         except ValueError as error:
             raise CorruptFragment(str(error)) from error
+        if wanted.sum() > _MOST * wanted.size:
+            with contextlib.suppress(OSError):  # where the kernel has none
+                self._memory.madvise(mmap.MADV_HUGEPAGE)  # far fewer faults
         self._pull({index: wanted[index] for index in range(self._header.k)}, patient=False)
         lacking = wanted & ~self._good[: self._header.k]
         if lacking.any():
@@ -156,6 +170,7 @@ class ShardReader:
     def release(self) -> None:
         """Give back the memory of what was brought: ``data`` is zeros again."""
         self._good[:] = False
+        self._home, self._asked_home = None, False
         self._memory.madvise(mmap.MADV_DONTNEED)
         for index in range(self._header.k, self._header.n):
             self._views.pop(index, None)
@@ -217,17 +232,14 @@ class ShardReader:
     def _pull_rows(self, node: str, index: int, rows: slice, runner: Runner | None) -> int:
         header, span = self._header, span_of(self._header, rows)
         view = self._views[index][span]
-        left_s = self._peers.left_s()
+        home = self._near_home() if node == self._peers.near and index < header.k else None
         try:
-            self._peers.clients[node].pull_fragment(
-                header.shard,
-                index,
-                view,
-                offset=span.start,
-                timeout_s=left_s,
-                patience_s=patience(left_s),
-                wanted=runner.waits if runner else None,
-            )
+            if home is None:
+                self._pull_span(node, index, span, runner)
+            else:
+                # Copied before it is proven: whoever goes on saving may have its memory taken anew.
+                start = index * header.fragment_bytes
+                copy_bytes(home[start + span.start : start + span.stop], view, threads=COPY_THREADS)
         except (EcckptError, OSError):
             np.frombuffer(view, np.uint8).fill(0)  # unproven bytes do not stay
             raise
@@ -241,6 +253,29 @@ class ShardReader:
             self._problems.append(f"block {rows.start + row} of fragment {index} at {node} is bad")
         self._good[index, rows] |= fine
         return len(view)
+
+    def _pull_span(self, node: str, index: int, span: slice, runner: Runner | None) -> None:
+        left_s = self._peers.left_s()
+        self._peers.clients[node].pull_fragment(
+            self._header.shard,
+            index,
+            self._views[index][span],
+            offset=span.start,
+            timeout_s=left_s,
+            patience_s=patience(left_s),
+            wanted=runner.waits if runner else None,
+        )
+
+    def _near_home(self) -> memoryview | None:
+        """This node's own copy, mapped, if it is in memory."""
+        with self._lock:
+            if not self._asked_home and self._peers.home is not None and self.is_near:
+                self._asked_home = True
+                try:
+                    self._home = self._peers.home(self._header)
+                except (EcckptError, OSError) as error:  # on disk only, or gone: it is pulled
+                    self._problems.append(f"home copy: {error}")
+        return self._home
 
     # -- decoding ---------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from ecckpt.errors import (
     StateMismatch,
     TmpfsFull,
 )
+from ecckpt.fragment import Header
 from ecckpt.generation import Generation
 from ecckpt.handle import SaveHandle
 from ecckpt.leading import Leader
@@ -318,9 +319,15 @@ class Restorer:
         return Peers(
             clients=self._peers,
             near=self._cluster.home.node,
+            home=self._home_payload,
             spread=self._meeting.rank,
             deadline_s=time.monotonic() + 0.8 * self._timeout_s,
         )
+
+    def _home_payload(self, header: Header) -> memoryview:
+        """A home copy of this node where it lies, nothing of it proven."""
+        slot = self._cluster.agent.slot(header.shard)
+        return self._slots.payload(slot, header.payload_bytes, to_write=False)
 
     def _from_home(self, order: Order) -> memoryview | None:
         """The local home copy if every block of it proves right, else None: peers will have it."""

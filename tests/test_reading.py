@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from worlds import World
 
 from ecckpt.blocks import covering
 from ecckpt.client import shard_path
-from ecckpt.errors import CorruptFragment, TooFewFragments
-from ecckpt.fragment import SUPERBLOCK_BYTES, block_bytes_for
+from ecckpt.errors import CorruptFragment, NotHeld, TooFewFragments
+from ecckpt.fragment import SUPERBLOCK_BYTES, Header, block_bytes_for
 from ecckpt.ordering import ShardSources
 from ecckpt.reading import Peers, ShardReader
 from ecckpt.recovery import ShardReport, plan_recovery
@@ -50,12 +51,17 @@ def saved():
 
 
 def reader_of(
-    cluster: LocalCluster, report: ShardReport, *, lost: tuple[str, ...] = (), near: str = ""
+    cluster: LocalCluster,
+    report: ShardReport,
+    *,
+    lost: tuple[str, ...] = (),
+    near: str = "",
+    home: Callable[[Header], memoryview] | None = None,
 ) -> ShardReader:
     """A reader to which some nodes are lost."""
     assert report.header is not None
     clients = {node: cluster.client(node) for node in cluster.nodes if node not in lost}
-    peers = Peers(clients=clients, near=near, spread=1, deadline_s=time.monotonic() + 10)
+    peers = Peers(clients=clients, near=near, home=home, spread=1, deadline_s=time.monotonic() + 10)
     return ShardReader(ShardSources(report.header, report.homes, report.fragments), peers)
 
 
@@ -99,6 +105,37 @@ def test_what_is_near_is_asked_first(saved):
     assert reader_of(cluster, report, near="n0").is_near
     assert read(reader, [(len(shard) // 2, len(shard) // 2 + 100)])
     assert reader.pulled_bytes == BLOCK_BYTES
+
+
+def mapped(shard: bytes, report: ShardReport) -> bytearray:
+    """A home copy as it lies on its node."""
+    assert report.header is not None
+    return bytearray(shard) + bytes(report.header.payload_bytes - len(shard))
+
+
+def test_this_nodes_own_copy_is_read_where_it_lies(saved):
+    cluster, report, shard = saved
+    home = mapped(shard, report)
+    reader = reader_of(cluster, report, near="n0", home=lambda _: memoryview(home))
+    for client in reader._peers.clients.values():
+        reader._peers.silent.add(client.node().node)
+    reader._peers.silent.discard("n0")
+    home[5] ^= 1  # it is copied, and what was copied is proven: nobody else has the block
+    with pytest.raises(TooFewFragments, match="block 0 of fragment 0 at n0 is bad"):
+        read(reader, [(0, 10)])
+    home[5] ^= 1
+    assert read(reader, [(0, len(shard))]) == [shard]
+    home[:] = bytes(len(home))  # as when its memory is taken for a newer save
+    assert read(reader, [(0, len(shard))]) == [shard]
+
+
+def test_a_copy_that_cannot_be_mapped_is_pulled(saved):
+    def gone(_: object) -> memoryview:
+        raise NotHeld("on disk only")
+
+    cluster, report, shard = saved
+    reader = reader_of(cluster, report, near="n0", home=gone)
+    assert read(reader, [(0, len(shard))]) == [shard]
 
 
 def test_too_much_lost_is_an_error(saved):

@@ -351,3 +351,29 @@ def test_the_home_copy_on_disk_serves_its_data_fragments(hands):
     where, offset, length = hands.core.ledgers.locate(entry.shard, 1)
     assert (where.path, offset, length) == (Path("home"), 4096 + size_bytes, size_bytes)
     assert hands.core.ledgers.locate_shard(entry.shard)[1:] == (4096, entry.shard_bytes)
+
+
+# -- forgetting a run -----------------------------------------------------------------------------
+
+
+def test_what_is_being_written_when_a_run_is_forgotten_goes_when_it_is_there(hands):
+    put_on_disk(hands, OLD)
+    hold_two(hands)
+    hands.ask(wire.Commit("test", NEW))
+    store(hands)
+    assert hands.ask(wire.Forget("test", 2, "one")) == wire.Done()
+    assert removed(hands) == [OLD]
+    written(hands)
+    assert removed(hands) == [NEW]
+    assert [each for each in hands.todo if isinstance(each, act.Write)] == []
+    found = hands.core.ledgers.look("test").inventory("n1")
+    assert (found.headers, found.disk, found.committed, found.fence) == ((), (), None, 2)
+    assert len([each for each in hands.settled if isinstance(each, act.Release)]) == 1
+
+
+def test_what_a_new_run_of_the_name_stores_stays(hands):
+    hands.ask(wire.Forget("test", 2, "one"))
+    hands.ask(wire.Begin("test", 3, "two"))
+    put_on_disk(hands, generation(3, 1))
+    assert on_disk(hands) == [(generation(3, 1), 2), (generation(3, 1), 3)]
+    assert removed(hands) == []

@@ -109,6 +109,13 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """Give back what a run keeps for later."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Tell the core ``Due(task)`` at that time, or soon after."""
 
@@ -144,7 +151,7 @@ class Refuse:
 
 
 # Requests that are answered when what they change is written down.
-Noted = wire.Commit | wire.Begin | wire.Fence | wire.Guard | wire.Retain
+Noted = wire.Commit | wire.Begin | wire.Forget | wire.Fence | wire.Guard | wire.Retain
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +257,7 @@ class Record:
     run: str
 
 
-Small = Seal | Recycle | Discard | Wake | Warn
+Small = Seal | Recycle | Discard | Release | Wake | Warn
 Answer = Reply | Refuse
 Behind = Write | Remove | Record
 Large = Remember | Allocate | Encode | Pull | Gather | Post | Ask | Behind
@@ -266,6 +273,7 @@ Request = (
     | wire.Held
     | wire.Commit
     | wire.Begin
+    | wire.Forget
     | wire.Fence
     | wire.Fetch
     | wire.Guard

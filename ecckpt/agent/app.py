@@ -88,6 +88,7 @@ class Application:
             "held": (wire.Held, agent.held),
             "commit": (wire.Commit, agent.commit),
             "begin": (wire.Begin, agent.begin),
+            "forget": (wire.Forget, agent.forget),
             "fence": (wire.Fence, agent.fence),
             "probe": (wire.Probe, agent.probe),
             "store": (wire.Store, agent.store),

@@ -144,7 +144,7 @@ class Core:
                 actions = [Reply(wire.Done()), *self._protector.held(request, now_s)]
             case wire.Commit():
                 actions = self._commit(request)
-            case wire.Begin() | wire.Fence():
+            case wire.Begin() | wire.Forget() | wire.Fence():
                 actions = self._fence(request)
             case wire.Fetch():
                 actions = self._fetcher.start(request)
@@ -206,18 +206,22 @@ class Core:
             Reply(wire.Done()),
         ]
 
-    def _fence(self, message: wire.Begin | wire.Fence) -> list[Action]:
+    def _fence(self, message: wire.Begin | wire.Forget | wire.Fence) -> list[Action]:
         ledger = self.ledgers.of(message.run)
-        if isinstance(message, wire.Begin):
-            check_name("session", message.session)
-            newer = ledger.begin(message.timeline, message.session)
-        else:
+        if isinstance(message, wire.Fence):
             newer = ledger.admit(message.timeline)
             ledger.learn(message.roll_backs)
             if message.restored:
                 ledger.went_on_from(message.restored)
+        else:
+            check_name("session", message.session)
+            newer = ledger.begin(message.timeline, message.session)
+        forgotten: list[Action] = []
+        if isinstance(message, wire.Forget):
+            forgotten = [*self.storekeeper.stop(message.run), *self.ledgers.forget(message.run)]
         return [
             *(self.ledgers.clear(message.run) if newer else ()),
+            *forgotten,
             *(self.ledgers.note(ledger, message) or [self._reply(message)]),
         ]
 

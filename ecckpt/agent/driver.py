@@ -41,6 +41,7 @@ from ecckpt.agent.actions import (
     Record,
     Recycle,
     Refuse,
+    Release,
     Remember,
     Remove,
     Reply,
@@ -125,6 +126,11 @@ class Driver:
                 ledgers.rejected[UNREADABLE_DISK] = str(error)
                 _log.exception("the disk cannot be read")
 
+    @property
+    def reading(self) -> bool:
+        """Whether what is on disk is still being read."""
+        return _READING in self.core.ledgers.rejected
+
     def begin(self) -> None:
         """Take up what needs no request."""
         self._begin(Begun())
@@ -207,6 +213,8 @@ class Driver:
                 seal(entry)
             case Recycle() | Discard():
                 self._shelf.let_go(action)
+            case Release(run):
+                self._shelf.tier.release(run)
             case Wake(at_s, task):
                 self._alarm.set(at_s, Due(task))
             case Warn(text):

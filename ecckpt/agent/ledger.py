@@ -78,12 +78,14 @@ class Ledger:
     ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
     is what is on this node's disk, ``damaged`` what of it was found bad, and why. ``guard`` says
     who holds for this node's ranks. ``restored`` is what timeline ``restored_by`` goes on from;
-    ``session`` has begun the timeline of the fence, if that is known.
+    ``session`` has begun the timeline of the fence, if that is known. Timelines before
+    ``forgotten`` were dropped on purpose.
     """
 
     run: str
     fence: int = 0
     session: str = ""
+    forgotten: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
     restored_by: int = 0
@@ -155,6 +157,12 @@ class Ledger:
         newer = self.admit(timeline)
         self.session = session
         return newer
+
+    def forget(self) -> None:
+        """Know nothing any more but that a timeline has begun."""
+        self.forgotten = self.fence
+        self.committed = self.restored = self.guard = None
+        self.roll_backs, self.stored = (), ()
 
     def went_on_from(self, generation: Generation) -> None:
         """The newest timeline goes on from there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ecckpt.agent.actions import Action, Discard, Noted, Record, Recycle, Remember, Remove
+from ecckpt.agent.actions import Action, Discard, Noted, Record, Recycle, Release, Remember, Remove
 from ecckpt.agent.ledger import Entry, Ledger, Notes
 from ecckpt.errors import NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
@@ -129,6 +129,17 @@ class Ledgers:
     def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> list[Action]:
         """Files of generations that their own writer gave up."""
         return self.retire(self.of(run).given_up(rank, set(generations)))
+
+    def forget(self, run: str) -> list[Action]:
+        """Drop all files of a run; what somebody works on goes when they are done."""
+        ledger = self.of(run)
+        ledger.forget()
+        return [
+            *self.clear(run),
+            *self.retire(ledger.entries.values()),
+            *self.remove(run, ledger.files.values()),
+            Release(run),
+        ]
 
     def unpin(self, entry: Entry) -> list[Action]:
         """Somebody is done with an entry."""

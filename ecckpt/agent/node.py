@@ -117,6 +117,12 @@ class Agent:
         """Begin a timeline, and show what is here."""
         return cast(Inventory, self._driver.ask(message))
 
+    def forget(self, message: wire.Forget) -> wire.Done:
+        """Drop all that is here of a run."""
+        if self._driver.reading:
+            raise RequestRefused(self.info.node, 503, "what is on disk is still being read")
+        return cast(wire.Done, self._driver.ask(message))
+
     def fence(self, message: wire.Fence) -> wire.Done:
         """Refuse older timelines."""
         return cast(wire.Done, self._driver.ask(message))

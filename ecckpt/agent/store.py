@@ -83,7 +83,10 @@ class Storekeeper:
     def written(self, write: Write, file: DiskFile) -> list[Action]:
         """A file is on disk."""
         self._ledgers.keep_file(file)
-        return self._end(write)
+        run = file.header.shard.run
+        forgotten = file.header.shard.generation.timeline < self._ledgers.of(run).forgotten
+        gone = self._ledgers.remove(run, [file]) if forgotten else []
+        return [*gone, *self._end(write)]
 
     def failed(self, write: Write, error: Exception) -> list[Action]:
         """A file could not be written."""
@@ -96,11 +99,16 @@ class Storekeeper:
         self._note(storing, str(error))
         return [*warned, *self._end(write)]
 
-    def _begin(self, ledger: Ledger, message: wire.Store) -> list[Action]:
+    def stop(self, run: str) -> list[Action]:
+        """Write no more of a run than what is being written."""
         actions: list[Action] = []
-        older = self._storing.get(ledger.run)
-        while older is not None and older.waiting:  # what is being written is finished
+        older = self._storing.get(run)
+        while older is not None and older.waiting:
             actions += self._ledgers.unlend(older.waiting.popleft())
+        return actions
+
+    def _begin(self, ledger: Ledger, message: wire.Store) -> list[Action]:
+        actions = self.stop(ledger.run)
         actions += self._ledgers.remove(ledger.run, ledger.discarded(set(message.discard)))
         storing = Storing(message, deque())
         self._storing[ledger.run] = storing

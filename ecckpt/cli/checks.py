@@ -1,15 +1,20 @@
-"""Whether all is as it was, and making again what is not: ``verify``, ``repair``."""
+"""What agents hold of a run: check it, make it whole, drop it (verify, repair, forget)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ecckpt.cli.values import size_of
 from ecckpt.config import NodeConfig, read_token
+
+if TYPE_CHECKING:
+    from ecckpt.forgetting import Holding
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,6 +40,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     repair.add_argument("--token-file", type=Path, default=node.token_file)
     repair.add_argument("--json", action="store_true")
     repair.set_defaults(act=_repair)
+    forget = commands.add_parser(
+        "forget",
+        help="drop a run that is over from all its agents",
+        description="Without --yes: only say what would be dropped. A run that is still at work "
+        "goes on without being saved.",
+    )
+    forget.add_argument("run")
+    forget.add_argument("agents", nargs="+", metavar="HOST:PORT", help="of all its nodes")
+    forget.add_argument("--yes", action="store_true", help="drop it")
+    forget.add_argument("--token-file", type=Path, default=node.token_file)
+    forget.add_argument("--json", action="store_true")
+    forget.set_defaults(act=_forget)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -85,3 +102,36 @@ def _repair(arguments: argparse.Namespace) -> int:
         for problem in done.problems:
             print(f"  {problem}")
     return 0 if done.complete and not done.problems else 1
+
+
+def _forget(arguments: argparse.Namespace) -> int:
+    from ecckpt.client import AgentClient
+    from ecckpt.forgetting import forget_run, holdings
+
+    token = read_token(arguments.token_file)
+    agents = [AgentClient(address, token) for address in arguments.agents]
+    if arguments.yes:
+        found = forget_run(arguments.run, agents)
+    else:
+        found, _ = holdings(arguments.run, agents)
+    if arguments.json:
+        fields = [asdict(each) | {"newest": str(each.newest or "")} for each in found]
+        print(json.dumps({"dropped": arguments.yes, "nodes": fields}))
+    else:
+        for each in found:
+            print(f"{each.node}: {_had(each)}")
+        if not arguments.yes:
+            print("nothing was dropped; --yes drops it")
+    if all(each.empty for each in found):
+        print(f"ecckpt: nothing of run {arguments.run!r} was found", file=sys.stderr)
+        return 2
+    return 1 if any(each.problem for each in found) else 0
+
+
+def _had(each: Holding) -> str:
+    if each.empty:
+        return "nothing"
+    age_s = max(0, int(time.time()) - each.saved_unix_s)
+    newest = f", newest {each.newest}, saved {age_s:,} s ago" if each.saved_unix_s else ""
+    amount = f"{each.memory_bytes:,} bytes in memory, {each.disk_bytes:,} on disk"
+    return f"{amount}{newest}{f' ({each.problem})' if each.problem else ''}"

@@ -78,10 +78,10 @@ class Accounts(Generic[R]):
         """Count a region out."""
         self._used_bytes[run] -= size_bytes
 
-    def spares(self) -> list[tuple[str, R]]:
-        """Count all spare regions out, of every run; returns them."""
-        found = [(run, region) for run, kept in self._spare.items() for region in kept]
-        self._spare.clear()
+    def spares(self, only: str | None = None) -> list[tuple[str, R]]:
+        """Count all spare regions out, of every run or of one; returns them."""
+        runs = list(self._spare) if only is None else [only]
+        found = [(run, region) for run in runs for region in self._spare.pop(run, [])]
         for run, region in found:
             self.release(run, region.size_bytes)
         return found

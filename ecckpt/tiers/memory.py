@@ -92,6 +92,13 @@ class MemoryTier:
         with self._lock:
             self._accounts.release(run, region.size_bytes)
 
+    def release(self, run: str) -> None:
+        """Give the spare regions of a run back to the system."""
+        with self._lock:
+            spares = self._accounts.spares(run)
+        for _, region in spares:
+            region.path.unlink(missing_ok=True)
+
     def found(self) -> Iterator[Path]:
         """Region files that lie in the tier's folder, known or not."""
         return iter(sorted(self._folder.glob("*.region")))

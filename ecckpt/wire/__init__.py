@@ -16,7 +16,7 @@ from ecckpt.wire.coding import (
 from ecckpt.wire.disks import Block, Piece, Retain, Store, Stored, Verified, Verify
 from ecckpt.wire.nodes import Done, NodeInfo, Refusal
 from ecckpt.wire.repairs import Guard, Member, Presence, Probe, Repair
-from ecckpt.wire.restores import Begin, Fence, Fetch, Fetched, Sources
+from ecckpt.wire.restores import Begin, Fence, Fetch, Fetched, Forget, Sources
 from ecckpt.wire.saves import (
     Commit,
     Held,
@@ -42,6 +42,7 @@ __all__ = [
     "Fence",
     "Fetch",
     "Fetched",
+    "Forget",
     "Guard",
     "Held",
     "Hold",

@@ -23,6 +23,15 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop all that is held of a run, in memory and on disk, and begin that timeline of nothing."""
+
+    run: str
+    timeline: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """Refuse all writers of older timelines from now on.
 

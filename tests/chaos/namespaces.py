@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ from ecckpt.testing import await_end, children
 
 Way = Literal["in", "out", "both"]
 
+_NUMBERS = itertools.count()
+
 
 def missing() -> str:
     """Why agents cannot be put into namespaces here; empty if they can."""
@@ -32,7 +35,7 @@ def missing() -> str:
         return f"no right to make network namespaces: {made.stderr.decode().strip()}"
     inside = ["ip", "netns", "exec", name, "iptables", "-A", "INPUT", "-j", "DROP"]
     dropped = subprocess.run(inside, capture_output=True, check=False)
-    _run("ip", "netns", "delete", name)
+    run_tool("ip", "netns", "delete", name)
     return f"iptables: {dropped.stderr.decode().strip()}" if dropped.returncode else ""
 
 
@@ -41,8 +44,9 @@ class Namespaces:
 
     def __init__(self, nodes: int) -> None:
         self.nodes = [f"n{index}" for index in range(nodes)]
-        self._mark = f"ec{os.getpid()}"
-        self._net = f"10.{100 + os.getpid() % 100}.0"
+        number = next(_NUMBERS)
+        self._mark = f"ec{os.getpid()}{'abcdefgh'[number]}"
+        self._net = f"10.{100 + (os.getpid() + number) % 100}.0"
         self._folder = Path(tempfile.mkdtemp(prefix=f"ecckpt-netns-{os.getpid()}-", dir="/dev/shm"))
         self._token = self._folder / "token"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,16 +58,11 @@ class Namespaces:
             self._token.write_text("a token of the tests\n")
             self._token.chmod(0o600)
             stack.enter_context(_environment("ECCKPT_TOKEN_FILE", str(self._token)))
-            bridge = f"{self._mark}b"
-            _run("ip", "link", "add", bridge, "type", "bridge")
-            stack.callback(_run, "ip", "link", "delete", bridge)
-            _run("ip", "address", "add", f"{self._net}.1/24", "dev", bridge)
-            _run("ip", "link", "set", bridge, "up")
-            for index, node in enumerate(self.nodes):
-                self._join(stack, bridge, node, f"{self._net}.{10 + index}")
+            addresses = {node: f"{self._net}.{10 + at}" for at, node in enumerate(self.nodes)}
+            self._lay(stack, addresses)
             stack.callback(self._end_all)
-            for index, node in enumerate(self.nodes):
-                self.start(node, f"{self._net}.{10 + index}")
+            for node, address in addresses.items():
+                self.start(node, address)
             self._stack = stack.pop_all()
         return self
 
@@ -117,6 +116,14 @@ class Namespaces:
         process.wait()
         await_end(workers)
 
+    def lose(self, *nodes: str) -> None:
+        """Hosts that come back with nothing in memory, at their addresses."""
+        for node in nodes:
+            address = self.address(node).rpartition(":")[0]
+            self.end(node)
+            shutil.rmtree(self.root(node))
+            self.start(node, address)
+
     def root(self, node: str) -> Path:
         return self._folder / node
 
@@ -130,22 +137,36 @@ class Namespaces:
         for node in list(self._processes):
             self.end(node)
 
+    def _lay(self, stack: contextlib.ExitStack, addresses: dict[str, str]) -> None:
+        """Namespaces, and a network between them and us."""
+        bridge = f"{self._mark}b"
+        run_tool("ip", "link", "add", bridge, "type", "bridge")
+        stack.callback(run_tool, "ip", "link", "delete", bridge)
+        run_tool("ip", "address", "add", f"{self._net}.1/24", "dev", bridge)
+        run_tool("ip", "link", "set", bridge, "up")
+        for node, address in addresses.items():
+            self._join(stack, bridge, node, address)
+
+    def _add_namespace(self, stack: contextlib.ExitStack, node: str) -> str:
+        name = f"{self._mark}{node}"
+        run_tool("ip", "netns", "add", name)
+        stack.callback(run_tool, "ip", "netns", "delete", name)
+        return name
+
     def _join(self, stack: contextlib.ExitStack, bridge: str, node: str, address: str) -> None:
-        name, cable = f"{self._mark}{node}", f"{self._mark}v{node}"
-        _run("ip", "netns", "add", name)
-        stack.callback(_run, "ip", "netns", "delete", name)
-        _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _run("ip", "link", "set", cable, "master", bridge, "up")
+        name, cable = self._add_namespace(stack, node), f"{self._mark}v{node}"
+        run_tool("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
+        run_tool("ip", "link", "set", cable, "master", bridge, "up")
         self._inside(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             self._inside(node, "ip", "link", "set", device, "up")
 
     def _inside(self, node: str, *command: str) -> None:
-        _run("ip", "netns", "exec", f"{self._mark}{node}", *command)
+        run_tool("ip", "netns", "exec", f"{self._mark}{node}", *command)
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+def run_tool(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
 
 
 @contextlib.contextmanager

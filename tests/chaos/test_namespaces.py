@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chaos.namespaces import Namespaces, Way, missing
+from chaos.rough import RoughNamespaces, missing_tun
 from worlds import World, same_state, states_for
 
 from ecckpt import errors
@@ -25,6 +26,15 @@ def net() -> Iterator[Namespaces]:
     if why:
         pytest.skip(why)
     with Namespaces(7) as namespaces:
+        yield namespaces
+
+
+@pytest.fixture
+def rough() -> Iterator[Namespaces]:
+    why = missing() or missing_tun()
+    if why:
+        pytest.skip(why)
+    with RoughNamespaces(RANKS) as namespaces:
         yield namespaces
 
 
@@ -138,4 +148,22 @@ def test_an_address_that_vanishes_and_comes_back_elsewhere(net: Namespaces) -> N
         assert all(each.reprotection.wait_done(30) for each in found)
     with _world(net, run, homes, ["n6"]) as world:
         found = _expect(world, states, step=2)
+        assert {each.margin for each in found} == {3}
+
+
+def test_packets_that_are_late_overtake_each_other_and_get_lost(rough: Namespaces) -> None:
+    # 20 ms, give or take 10; a quarter goes at once; one in fifty is lost.
+    run, homes = "rough", rough.nodes
+    with _world(rough, run, homes, []) as world:
+        world.restore(states_for(RANKS, seed=0))
+        _saved(world, 1, seed=1)
+        states = _saved(world, 2, seed=2)
+    rough.lose("n4", "n5")
+    with _world(rough, run, homes, []) as world:
+        found = _expect(world, states, step=2)
+        assert [each.source for each in found] == ["home"] * 4 + ["peers"] * 2
+        assert all(each.reprotection.wait_done(40) for each in found)
+        newer = _saved(world, 3, seed=3)
+    with _world(rough, run, homes, []) as world:
+        found = _expect(world, newer, step=3)
         assert {each.margin for each in found} == {3}
