@@ -203,9 +203,11 @@ class Watcher:
         except (RuntimeError, OSError) as error:
             if isinstance(error, EcckptError):
                 raise
+            first_line = str(error).split("\n", 1)[0]  # torch adds a stack of its own
+            text = f"{following.shard}: the ranks' store: {first_line}"
             if isinstance(step, (Count, Await)):
-                raise SaveFailed(f"{following.shard}: the ranks' store: {error}") from error
-            _log.info("%s: the ranks' store: %s", following.shard, error)
+                raise SaveFailed(text) from error
+            _log.info("%s", text)
         return True  # also where it could not be given up: nobody can count any more
 
     def _wake(self, counter: Counter, generation: Generation) -> None:

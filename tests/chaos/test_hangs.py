@@ -269,7 +269,7 @@ def test_a_store_that_hangs_keeps_nobody_for_ever(cluster1: LocalCluster) -> Non
             checkpointer.close()
             assert isinstance(handle.error, errors.SaveTimedOut)
         deadline_s = time.monotonic() + 20
-        while checkpointer._watcher._thread.is_alive() and time.monotonic() < deadline_s:
+        while checkpointer._saver._watcher._thread.is_alive() and time.monotonic() < deadline_s:
             time.sleep(0.01)
     finally:
         os.killpg(server.pid, signal.SIGKILL)
