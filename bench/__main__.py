@@ -2,7 +2,7 @@
 
 Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with
 all that they measured is appended to ``bench/results.jsonl``, and the charts in ``docs/`` are drawn
-anew (bench/chart.py). For a machine with nothing else to do; it takes about six minutes.
+anew (bench/chart.py). For a machine with nothing else to do; it takes about ten minutes.
 """
 
 from __future__ import annotations
