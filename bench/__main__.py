@@ -14,8 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from bench import chart, record
 
 RESULTS = Path(__file__).with_name("results.jsonl")
@@ -25,9 +23,11 @@ RUNS = (
     ("save", ("bench.save",), ("bench.save",)),
     ("save, 20,000 tensors", ("bench.save", "--tensors", "20000"), ()),
     ("state", ("bench.state",), ("bench.state", "--mib", "64", "--rounds", "3")),
-    ("state, 20,000 tensors", ("bench.state", "--tensors", "20000"), ()),
+    ("state, 20,000 tensors", ("bench.state", "--tensors", "20000", "--rounds", "3"), ()),
     ("recovery", ("bench.recovery",), ("bench.recovery", "--rounds", "2", "--mib", "64")),
     ("recovery, zfec", ("bench.recovery", "--engine", "zfec", "--rounds", "3"), ()),
+    ("copies", ("bench.copies",), ()),
+    ("costs", ("bench.costs",), ("bench.costs", "--quick")),
     ("training", ("bench.training",), ("bench.training", "--rounds", "3")),
     ("growth", ("bench.growth",), ("bench.growth", "--quick", "--rounds", "2")),
     ("repair", ("bench.repair", "--json"), ()),
@@ -63,7 +63,7 @@ def main() -> None:
             found[name] = run(command)
     if arguments.record:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        row = {"date": today, "machine": record.machine(), "torch": torch.__version__, **found}
+        row = {"date": today, "machine": record.machine(), "versions": record.versions(), **found}
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         chart.draw(row)

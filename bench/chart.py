@@ -10,7 +10,7 @@ from typing import Any
 DOCS = Path(__file__).parent.parent / "docs"
 
 OURS, LIMIT, OTHERS = "#1f5f99", "#b3b3b3", "#e0a458"
-WIDTH, LABEL, BAR, STEP, TOP = 760, 300, 16, 26, 52
+WIDTH, LABEL, BAR, STEP, TOP = 860, 400, 16, 26, 52
 
 Bar = tuple[str, float, str]
 
@@ -43,29 +43,58 @@ def colored(ratios: Mapping[str, float]) -> list[Bar]:
     """Bars, shortest first: ours, the unit, everybody else's."""
     found = []
     for name, value in sorted(ratios.items(), key=lambda item: item[1]):
-        color = LIMIT if name == "memcpy" else OURS if name.startswith("ecckpt") else OTHERS
+        limit = name.startswith(("memcpy", "our transport"))
+        color = LIMIT if limit else OURS if name.startswith("ecckpt") else OTHERS
         found.append((name, value, color))
     return found
 
 
+def copies_chart(copies: Mapping[str, float], note: str) -> str:
+    """What it takes to have a state on other nodes too."""
+    saves = {
+        name: value / copies["memcpy"]
+        for name, value in copies.items()
+        if name != "mib" and "load" not in name
+    }
+    title = f"{copies['mib']} MiB made safe on other nodes: time in units of one memcpy"
+    return chart(title, note, colored(saves), "")
+
+
+def costs_chart(costs: Sequence[Mapping[str, Any]], note: str) -> str:
+    """CPU of saves of one size."""
+    cpu = {
+        each["what"]: each["caller_cpu_s_per_gb"] + each["other_cpu_s_per_gb"]
+        for each in costs
+        if each["mib"] == 256 and "save" in each["what"]
+    }
+    title = "Saving 256 MiB: CPU seconds per GB, of all processes"
+    return chart(title, note, colored(cpu), " s")
+
+
+def recovery_chart(recovery: Mapping[str, float], note: str) -> str:
+    """Protecting and restoring, beside plain pulls."""
+    names = ("protect", "pull fragments", "pull copies", "restore, process died")
+    names += ("restore, 3 nodes lost", "pull shard", "pull shard, fresh memory", "memcpy")
+    bars = [
+        (name, 1e3 * recovery[name], LIMIT if name.startswith(("pull", "memcpy")) else OURS)
+        for name in names
+        if name in recovery
+    ]
+    return chart("256 MiB on 11 agents, RS(8, 2): milliseconds", note, bars, " ms")
+
+
 def draw(row: Mapping[str, Any]) -> None:
     """Write the charts for a recorded run, as far as it has their figures."""
-    note = f"{row['date']}, {row['machine']}, torch {row['torch']}"
+    note = f"{row['date']}, {row['machine']}, torch {row['versions']['torch']}"
+    charts = {}
     if state := row.get("state"):
-        text = chart(
-            "256 MiB of CPU tensors, all in tmpfs: time in units of one memcpy",
-            note,
-            colored(state["x_memcpy"]),
-            "",
-        )
-        (DOCS / "performance-state.svg").write_text(text)
+        title = "256 MiB of CPU tensors, all in tmpfs: time in units of one memcpy"
+        charts["state"] = chart(title, note, colored(state["x_memcpy"]), "")
     if recovery := row.get("recovery"):
-        names = ("protect", "pull fragments", "pull copies", "restore, process died")
-        names += ("restore, 3 nodes lost", "pull shard", "pull shard, fresh memory", "memcpy")
-        bars = [
-            (name, 1e3 * recovery[name], LIMIT if name.startswith(("pull", "memcpy")) else OURS)
-            for name in names
-            if name in recovery
-        ]
-        text = chart("256 MiB on 11 agents, RS(8, 2): milliseconds", note, bars, " ms")
-        (DOCS / "performance-recovery.svg").write_text(text)
+        charts["recovery"] = recovery_chart(recovery, note)
+    if copies := row.get("copies"):
+        charts["copies"] = copies_chart(copies, note)
+    if costs := row.get("costs"):
+        charts["costs"] = costs_chart(costs["costs"], note)
+    for name, text in charts.items():
+        (DOCS / f"performance-{name}.svg").write_text(text)

@@ -9,11 +9,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 HUGE_PAGE_BYTES = 2 << 20
 SLOW_ROUNDS = 3
+
+# Runs something and returns how many seconds of it count.
+Timed = Callable[[], float]
+
+
+def timed(act: Callable[[], Any], settle: Callable[[Any], object] = lambda _: None) -> Timed:
+    """Something that runs ``act`` and returns its seconds; ``settle`` its result is not counted."""
+
+    def run() -> float:
+        started_s = time.perf_counter()
+        result = act()
+        seconds = time.perf_counter() - started_s
+        settle(result)
+        return seconds
+
+    return run
 
 
 def reused_memory(count: int, *, shared: bool = False) -> np.ndarray:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import platform
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +62,19 @@ def machine() -> str:
     name = facts.get("model name", "unknown CPU")
     family, model = facts.get("cpu family", "?"), facts.get("model", "?")
     return f"{name}, family {family} model {model}, {count} CPUs{virtual}"
+
+
+# What the bench runs, as distributions are called.
+_MEASURED = ("torch", "safetensors", "deepspeed", "nvidia-resiliency-ext", "zfec", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Of all that is measured and installed, with Python's."""
+    found = {"python": platform.python_version()}
+    for name in _MEASURED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 COLUMNS = ("encode", "encode + CRC", "copy + encode + CRC", "limit: encode without arithmetic")

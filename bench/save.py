@@ -54,6 +54,16 @@ def even_state(state_bytes: int, tensors: int) -> dict[str, dict[str, torch.Tens
     return {"weights": {f"layer{index}.weight": torch.rand(elements) for index in range(tensors)}}
 
 
+def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The same tensors in one dict, for whom nests are nothing."""
+    return {f"{kind}.{name}": each for kind, some in state.items() for name, each in some.items()}
+
+
+def state_of(mib: int, tensors: int | None) -> dict[str, dict[str, torch.Tensor]]:
+    """A GPT's, or so many tensors of equal size."""
+    return even_state(mib << 20, tensors) if tensors else gpt_state(mib << 20)
+
+
 def plan_s(state: dict[str, dict[str, torch.Tensor]]) -> tuple[float, float]:
     """Seconds to plan a state for the first time, and again when only its contents changed."""
     first_s, again_s = [], []

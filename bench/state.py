@@ -1,14 +1,14 @@
-"""Saving and restoring beside what torch has, in units of one memcpy: ``python -m bench.state``.
+"""Saving and restoring beside what others offer, by one memcpy: ``python -m bench.state``.
 
 The state is that of ``bench.save``: 256 MiB of CPU tensors, hundreds of a small GPT or, with
-``--tensors 20000``, that many of equal size. One process; all files are in tmpfs, as ecckpt's
-memory is. In each round every case runs once, so that the machine's moods meet all of them; a
-figure is the median over the rounds of (its time / the round's ``memcpy`` of as many bytes into
-memory that was touched before). ecckpt codes with RS(3, 2) over six agents on this machine, which
-goes on after its ``save`` returns; the next case begins when that is committed.
+``--tensors 20000``, that many of equal size. Each peer has a process of its own with as much state
+(``bench.files``, ``bench.deepspeed_engines``); files are in tmpfs, as ecckpt's memory is. In each
+round every case runs once, so that the machine's moods meet all of them; a figure is the median
+over the rounds of (its time / the round's ``memcpy`` of as many bytes into memory that was touched
+before). ecckpt codes with RS(3, 2) over six agents on this machine, which goes on after its
+``save`` returns; the next case begins when that is committed.
 
 - *stall* cases are timed until the caller may change the state, the others until all is written.
-- ``dcp.async_save`` is given a stager that it may keep: its buffers are used again.
 - *into the state*: restoring ends with the values in the tensors that were there before.
 """
 
@@ -20,22 +20,22 @@ import ctypes
 import datetime
 import json
 import statistics
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import ecckpt
-from bench.measuring import SLOW_ROUNDS
-from bench.record import machine
-from bench.save import STATE_BYTES, WARM_UP_ROUNDS, even_state, gpt_state
+from bench import deepspeed_engines
+from bench.elsewhere import Elsewhere
+from bench.files import dcp_files, one_file
+from bench.measuring import SLOW_ROUNDS, Timed, timed
+from bench.record import machine, versions
+from bench.save import STATE_BYTES, WARM_UP_ROUNDS, state_of
 from ecckpt.integrations.torch_dcp import Reader, Writer
 from ecckpt.testing import LocalCluster
 
@@ -44,20 +44,6 @@ SLOW_S = 2.0  # such cases run in the first rounds only
 RECORD = Path(__file__).parent / "STATE.md"
 
 State = dict[str, dict[str, torch.Tensor]]
-Timed = Callable[[], float]
-
-
-def timed(act: Callable[[], Any], settle: Callable[[Any], object] = lambda _: None) -> Timed:
-    """Something that runs ``act`` and returns its seconds; ``settle`` its result is not counted."""
-
-    def run() -> float:
-        started_s = time.perf_counter()
-        result = act()
-        seconds = time.perf_counter() - started_s
-        settle(result)
-        return seconds
-
-    return run
 
 
 def copies(state_bytes: int) -> dict[str, Timed]:
@@ -70,33 +56,19 @@ def copies(state_bytes: int) -> dict[str, Timed]:
     return {"memcpy": timed(copy)}
 
 
-def torch_cases(state: State, folder: Path) -> dict[str, Timed]:
-    """One file with ``torch.save``, and a folder of DCP's own."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-
-    def load() -> None:
-        for kind, tensors in torch.load(folder / "one.pt", weights_only=True, mmap=True).items():
-            for name, tensor in tensors.items():
-                state[kind][name].copy_(tensor)
-
-    def save() -> None:
-        dcp.save(
-            state, storage_writer=dcp.FileSystemWriter(folder / "dcp", overwrite=True), no_dist=True
-        )
-
-    def save_later() -> Any:
-        writer = dcp.FileSystemWriter(folder / "dcp", overwrite=True)
-        return dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
-
-    return {
-        "torch.save": timed(lambda: torch.save(state, folder / "one.pt")),
-        "torch.load, into the state": timed(load),
-        "dcp.save": timed(save),
-        "dcp.async_save, stall": timed(save_later, lambda future: future.result(120)),
-        "dcp.load, into the state": timed(
-            lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "dcp"))
-        ),
-    }
+@contextlib.contextmanager
+def others(mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
+    """What files are written by, each in a process of its own; what is not installed is named."""
+    makers = {"torch and safetensors": one_file, "DCP": dcp_files}
+    if deepspeed_engines.INSTALLED:
+        makers["DeepSpeed"] = deepspeed_engines.engines
+    else:
+        print("without DeepSpeed, which is not installed: pip install 'ecckpt[bench]'")
+    if tensors:
+        print("without what shares each tensor with a process: too many open files")
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(Elsewhere(make, mib, tensors)) for make in makers.values()]
+        yield {name: case for each in started for name, case in each.cases().items()}
 
 
 @contextlib.contextmanager
@@ -145,14 +117,12 @@ def our_cases(state: State) -> Iterator[dict[str, Timed]]:
         yield cases
 
 
-def measure(state: State, rounds: int) -> dict[str, list[float]]:
+def measure(mib: int, tensors: int | None, rounds: int) -> dict[str, list[float]]:
     """Seconds of every case in every round."""
+    state = state_of(mib, tensors)
     state_bytes = sum(each.nbytes for kind in state.values() for each in kind.values())
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as folder,
-        our_cases(state) as ours,
-    ):
-        cases = {**copies(state_bytes), **ours, **torch_cases(state, Path(folder))}
+    with our_cases(state) as ours, others(mib, tensors) as theirs:
+        cases = {**copies(state_bytes), **ours, **theirs}
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         slow = {name for name, case in cases.items() if case() > SLOW_S}  # and to warm up
         for turn in range(rounds):
@@ -181,12 +151,9 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="append a row to bench/STATE.md")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    size = chosen.mib << 20
-    state = even_state(size, chosen.tensors) if chosen.tensors else gpt_state(size)
     with warnings.catch_warnings():  # that there is one process only is meant
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        warnings.filterwarnings("ignore", "Detected an existing checkpoint", UserWarning)
-        seconds = measure(state, chosen.rounds)
+        seconds = measure(chosen.mib, chosen.tensors, chosen.rounds)
     unit = seconds["memcpy"]
     ratios = {
         name: statistics.median(each / base for each, base in zip(taken, unit, strict=False))
@@ -195,8 +162,8 @@ def main() -> None:
     print(f"{'':40} {'x memcpy':>9} {'median s':>9}")
     for name, taken in seconds.items():
         print(f"{name:40} {ratios[name]:9.2f} {statistics.median(taken):9.3f}")
-    tensors = sum(map(len, state.values()))
-    print(json.dumps({"tensors": tensors, "torch": torch.__version__, "x_memcpy": ratios}))
+    tensors = sum(map(len, state_of(1, chosen.tensors).values()))
+    print(json.dumps({"tensors": tensors, "versions": versions(), "x_memcpy": ratios}))
     if chosen.record:
         record(ratios, tensors)
 

@@ -43,6 +43,7 @@ class LocalCluster:
             are there already are adopted, as agents do after a kill.
         disk: a folder for the nodes' disks (default: they have none). It is yours to remove.
         engine: of the agents' codec.
+        pull_mb_s: the most that each agent pulls, in 10^6 bytes a second (0: no limit).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LocalCluster:
         folder: Path | None = None,
         disk: Path | None = None,
         engine: str = AUTO,
+        pull_mb_s: float = 0.0,
     ) -> None:
         if nodes < 1 or (domains and len(domains) != nodes):
             raise InvalidConfig(f"{nodes} nodes and {len(domains)} domains")
@@ -60,7 +62,7 @@ class LocalCluster:
         self._domains = dict(zip(self.nodes, domains or self.nodes, strict=True))
         self._given = folder
         self._folder = folder
-        self._disk, self._engine = disk, engine
+        self._disk, self._engine, self._pull_mb_s = disk, engine, pull_mb_s
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._addresses: dict[str, str] = {}
         self._replaced = 0
@@ -187,6 +189,7 @@ class LocalCluster:
                 None,
                 self._engine,
                 self._disk,
+                pull_mb_s=self._pull_mb_s,
             )
             self._processes[node] = start(config)
         for node in nodes:

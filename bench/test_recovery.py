@@ -1,0 +1,67 @@
+"""Protecting and restoring from home beside one memcpy: ``pytest bench/test_recovery.py``.
+
+Small enough for a quick look; ``python -m bench.recovery`` measures against plain pulls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+
+import ecckpt
+from bench.save import WARM_UP_ROUNDS, gpt_state, saver
+from ecckpt.testing import LocalCluster
+
+STATE_BYTES = 64 << 20
+ROUNDS = 7
+
+pytestmark = pytest.mark.benchmark(group="64 MiB of CPU tensors, RS(3, 2) over six agents")
+
+
+def test_memcpy(benchmark) -> None:
+    """The physical limit: one call, into memory that was touched before."""
+    source, target = np.ones(STATE_BYTES, np.uint8), np.ones(STATE_BYTES, np.uint8)
+    addresses = (target.ctypes.data, source.ctypes.data, STATE_BYTES)
+    benchmark.pedantic(ctypes.memmove, addresses, rounds=ROUNDS, warmup_rounds=1)
+
+
+def test_protect(benchmark) -> None:
+    """From the call of save() until the commit."""
+    state = gpt_state(STATE_BYTES)
+    steps = itertools.count(WARM_UP_ROUNDS)
+    with saver(state) as checkpointer:
+        benchmark.pedantic(
+            lambda: checkpointer.save(next(steps), state).wait(60), rounds=ROUNDS, warmup_rounds=1
+        )
+        handle = checkpointer.save(next(steps), state)
+        assert handle.wait(60)
+        assert handle.held == 5
+
+
+def test_restore_from_home(benchmark) -> None:
+    """What restore() takes in a Checkpointer that is new, as after the process died."""
+    state = gpt_state(STATE_BYTES)
+    with LocalCluster(nodes=6) as cluster:
+        settings = {"code": (3, 2), "root": cluster.root("n0"), "agents": cluster.addresses()}
+        with ecckpt.Checkpointer("bench", **settings) as ckpt:
+            ckpt.restore(state)
+            assert ckpt.save(0, state).wait(60)
+        used: list[ecckpt.Checkpointer] = []
+
+        def renew() -> tuple[tuple[ecckpt.Checkpointer], dict[str, object]]:
+            if used:
+                used.pop().close()
+            used.append(ecckpt.Checkpointer("bench", **settings))
+            return (used[-1],), {}
+
+        def restore(ckpt: ecckpt.Checkpointer) -> str:
+            restored = ckpt.restore(state, resume="required")
+            assert restored is not None
+            return restored.source
+
+        source = benchmark.pedantic(restore, setup=renew, rounds=ROUNDS, warmup_rounds=1)
+        used.pop().close()
+        assert source == "home"
