@@ -2,7 +2,7 @@
 
 Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with
 all that they measured is appended to ``bench/results.jsonl``, and the charts in ``docs/`` are drawn
-anew (bench/chart.py). For a machine with nothing else to do; it takes about six minutes.
+anew (bench/chart.py). For a machine with nothing else to do; it takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from bench import chart, record
+from bench.measuring import touch_free_memory
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--record", action="store_true", help="in bench/results.jsonl and docs/")
     arguments = parser.parse_args()
+    touch_free_memory()
     found: dict[str, object] = {}
     for name, whole, quick in RUNS:
         command = quick if arguments.quick else whole

@@ -5,8 +5,9 @@ that it started; bytes over loopback and memory, kept afterwards and at the most
 was before (the first save; each restore), per byte of state; and seconds. ecckpt with RS(8, 2) on
 eleven agents, for 64 MiB, 256 MiB and 1 GiB a rank; the peers for 256 MiB.
 
-- ecckpt's save is until it is committed, its seconds until it is protected. *Agents* are all of
-  them, as if this machine were all nodes: encoding, serving, pulling and checking of one shard.
+- ecckpt's save is until it is committed, its seconds until it is protected; ``dcp.async_save``
+  until all is written, its seconds until the caller may go on. The others are all eleven agents,
+  as if this machine were all nodes: encoding, serving, pulling and checking of one shard.
 - Memory is what processes keep for themselves and all of /dev/shm; that, and loopback, are the
   machine's: nothing else may use them meanwhile.
 - CPU and bytes are means over the rounds, seconds medians; the most memory is looked for in a round
@@ -87,7 +88,7 @@ def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
         stalls_s = []
 
         def save() -> float:
-            handle = ckpt.save(next(steps), state)
+            handle = ckpt.save(next(steps), state, patience_s=120)
             if not handle.wait(300) or handle.held != K + M:
                 raise RuntimeError(f"{handle.held} fragments held: {handle.problems}")
             stalls_s.append(handle.stall_s)
@@ -198,7 +199,7 @@ def theirs(mib: int, rounds: int) -> Iterator[Cost]:
         with Elsewhere(make, mib, None) as caller:
             caller.names()
             meter = Meter([caller], mib, rounds)
-            yield meter.save(save, save)
+            yield meter.save(save.removesuffix(", stall"), save)
             if load:
                 yield meter.restore(load, load)
     if cliques.INSTALLED:
