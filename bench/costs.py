@@ -90,7 +90,7 @@ def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
         stalls_s = []
 
         def save() -> float:
-            handle = ckpt.save(next(steps), state)
+            handle = ckpt.save(next(steps), state, patience_s=120)
             if not handle.wait(300) or handle.held != K + M:
                 raise RuntimeError(f"{handle.held} fragments held: {handle.problems}")
             stalls_s.append(handle.stall_s)

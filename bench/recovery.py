@@ -86,7 +86,7 @@ def protect(
     with checkpointer(cluster, home) as ckpt:
         ckpt.restore(state)
         for each in range(2):  # the second one finds every slot made and mapped
-            handle = ckpt.save(step + each, state)
+            handle = ckpt.save(step + each, state, patience_s=120)
             handle.wait(120)
         if handle.held != HOLDERS:
             raise RuntimeError(f"{handle.held} of {HOLDERS} fragments held: {handle.problems}")

@@ -42,12 +42,12 @@ from ecckpt.errors import (
 )
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation
+from ecckpt.handle import SaveHandle
 from ecckpt.leading import Leader
 from ecckpt.ordering import Order, Outcome, ShardSources, Wanted
 from ecckpt.reading import Peers, ShardReader
 from ecckpt.rendezvous import Meeting
 from ecckpt.resharding import reshape_from
-from ecckpt.saving import SaveHandle
 from ecckpt.slots import Slots
 from ecckpt.state import Shard, check, is_relaid, read_shard
 from ecckpt.tracing import Tracer, moment

@@ -128,11 +128,26 @@ def _counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank counts before its shard is protected."""
 
     def see_through(shard: Any, ranks: int, *, counted: bool) -> Any:
-        if counted and (yield Count(1)) == ranks:
-            yield Tell(everybody=True)
-        return (yield from counting.see_through(shard, ranks, counted=False))
+        if counted and (yield Count("count", 1)) == ranks:
+            yield Tell()
+        yield from counting.see_through(shard, ranks, counted=False)
 
     monkeypatch.setattr(saving, "see_through", see_through)
+
+
+def _tells_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks know that a save is committed, and keep it to themselves: nothing is ever let go."""
+
+    def told() -> Any:
+        return True
+        yield
+
+    monkeypatch.setattr(counting, "_told", told)
+
+
+def _skips_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not begin a save tells nobody."""
+    monkeypatch.setattr(saving, "give_up", lambda ranks: iter(()))
 
 
 def _retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +208,6 @@ def _takes_absence_for_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(found, chosen=whole[0] if whole else None)
 
     monkeypatch.setattr(leading, "plan_recovery", plan)
-
-
-def _tells_a_stale_writer_of_others_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: what a newer timeline had committed was told to a writer of an older one."""
-    monkeypatch.setattr(
-        ledger.Ledger,
-        "has_committed",
-        lambda self, generation: self.committed is not None and self.committed >= generation,
-    )
 
 
 def _spends_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +304,8 @@ RESTARTS = Faults(rank_kill_every_s=5.0)
 SLOW = Faults(late=0.5, late_s=4.0, rank_kill_every_s=3.0)
 LOSSES = Faults(host_loss_every_s=6.0, burst=1.0, away_s=3.0)
 ZOMBIES = Faults(rank_kill_every_s=6.0, rank_stall_every_s=1.0, stall_s=8.0)
-SLEEPERS = Faults(rank_kill_every_s=6.0, rank_stall_every_s=0.5, stall_s=25.0)
+SLEEPERS = Faults(rank_kill_every_s=6.0, rank_stall_every_s=1.0, stall_s=25.0)
+STALLS = Faults(rank_stall_every_s=1.0, stall_s=8.0)
 ROT = Faults(rot_every_s=0.5, flip=0.1, rank_kill_every_s=5.0, host_loss_every_s=10.0, away_s=3.0)
 NOISE = Faults(flip=0.5)
 LOSSES_AND_NOISE = replace(LOSSES, flip=0.5, rank_kill_every_s=6.0)
@@ -315,9 +322,10 @@ WEATHER = Faults(
 
 BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
     (_counts_too_early, "commit", NONE),
+    (_tells_no_agent, "liveness", NONE),
+    (_skips_without_a_word, "liveness", STALLS),
     (_retires_the_committed, "retention", NONE),
     (_takes_commits_of_fenced_writers, "fencing", ZOMBIES),
-    (_tells_a_stale_writer_of_others_commits, "fencing", ZOMBIES),
     (_believes_every_byte, "bytes", ROT),
     (_gives_slots_to_others_while_they_are_written, "bytes", SLEEPERS),
     (_orders_another_generation_for_one_rank, "mixed", SLOW),

@@ -14,10 +14,11 @@ from test_shelf import NEW, stage
 from worlds import World, states_for
 
 from ecckpt import wire
-from ecckpt.agent import verify
-from ecckpt.agent.actions import Seal
+from ecckpt.agent import pace, verify
+from ecckpt.agent.actions import Due, Scrubbing, Seal
+from ecckpt.agent.node import Agent
 from ecckpt.agent.pace import pace_of
-from ecckpt.agent.verify import Scrub, verdict_on
+from ecckpt.agent.verify import verdict_on
 from ecckpt.cli import main
 from ecckpt.codec import Codec
 from ecckpt.errors import NotHeld, RequestRefused
@@ -137,35 +138,47 @@ def test_no_more_than_some_at_a_time(agent):
 
 def test_reading_keeps_to_its_rate(monkeypatch):
     slept, now = [], [100.0]
-    monkeypatch.setattr(verify.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
 
     def sleep(seconds):
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(verify.time, "sleep", sleep)
-    pace = pace_of(1000.0)
+    monkeypatch.setattr(pace.time, "sleep", sleep)
+    wait = pace_of(1000.0)
     for _ in range(10):
-        pace(500)
+        wait(500)
     assert sum(slept) == pytest.approx(5.0)
-    pace = pace_of(0)
-    pace(1 << 40)
+    wait = pace_of(0)
+    wait(1 << 40)
     assert sum(slept) == pytest.approx(5.0)
+
+
+def scrub(agent):
+    """One round, by the agent's own threads."""
+    scrubbing = Scrubbing()
+    with agent._driver.changed:
+        resting = len(agent._driver._alarm._pending)
+    agent._driver._begin(Due(scrubbing))
+    with agent._driver.changed:
+        rests = agent._driver.changed.wait_for(
+            lambda: len(agent._driver._alarm._pending) > resting, timeout=20
+        )
+    assert rests
 
 
 def test_the_scrub_finds_what_rots_and_says_it_once(agent, caplog):
     for index in (HOME, 2):
         keep(agent, index)
     store(agent)
-    scrub = Scrub(agent._driver, bytes_per_s=0)
-    scrub.round()
+    scrub(agent)
     assert agent.status()["runs"]["test"]["damaged"] == {}
     fragment, home = sorted(agent._disk.tier.found())
     flip(fragment, SUPERBLOCK_BYTES + 5, SUPERBLOCK_BYTES + BLOCK)
     flip(home, 60)
     caplog.set_level(logging.WARNING)
-    scrub.round()
-    scrub.round()
+    scrub(agent)
+    scrub(agent)
     damaged = agent.status()["runs"]["test"]["damaged"]
     assert damaged.keys() == {fragment.name, home.name}
     assert damaged[fragment.name] == "2 of 9 blocks fail their CRC32C"
@@ -173,10 +186,25 @@ def test_the_scrub_finds_what_rots_and_says_it_once(agent, caplog):
     assert len(on_disk(agent)) == 2  # its good blocks still help
 
 
+@pytest.mark.parametrize(("bytes_per_s", "rounds"), [(1e6, 1), (0.0, 0)])
+def test_an_agent_begins_to_scrub_by_itself(tmp_path, bytes_per_s, rounds):
+    agent = Agent(
+        tmp_path / "memory",
+        node="n1",
+        domain="n1",
+        address="127.0.0.1:1",
+        token="",
+        disk=tmp_path / "disk",
+        scrub_bytes_per_s=bytes_per_s,
+    )
+    pending = [due.task for _, _, due in agent._driver._alarm._pending]
+    assert sum(isinstance(task, Scrubbing) for task in pending) == rounds
+
+
 def test_a_file_that_goes_meanwhile_is_no_fault(agent):
     keep(agent, 2)
     store(agent)
-    (file,) = agent._driver.files()
+    (file,) = agent.core.ledgers.files()
     file.path.unlink()
     assert verdict_on(file, pace_of(0)) == ""
 

@@ -82,6 +82,13 @@ class Storing:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
+class Scrubbing:
+    """Reading all files on disk, one by one; these are left of the round."""
+
+    waiting: deque[DiskFile] = field(default_factory=deque)
+
+
 # -- actions that are settled at once, in order, before the next event; they cannot fail ----------
 
 
@@ -120,7 +127,7 @@ class Wake:
     """Tell the core ``Due(task)`` at that time, or soon after."""
 
     at_s: float
-    task: Job | Vigil
+    task: Job | Vigil | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +238,18 @@ class Ask:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Read a file on disk. Its result says what is wrong with it: nothing if it is empty.
+
+    At most at that rate; no other is read meanwhile.
+    """
+
+    scrubbing: Scrubbing
+    file: DiskFile
+    bytes_per_s: float
+
+
 # -- the same, but nobody waits for the disk: one thread of its own does them, in order -----------
 
 
@@ -260,7 +279,7 @@ class Record:
 Small = Seal | Recycle | Discard | Release | Wake | Warn
 Answer = Reply | Refuse
 Behind = Write | Remove | Record
-Large = Remember | Allocate | Encode | Pull | Gather | Post | Ask | Behind
+Large = Remember | Allocate | Encode | Pull | Gather | Post | Ask | Check | Behind
 Action = Small | Answer | Large
 
 # -- events ---------------------------------------------------------------------------------------
@@ -302,7 +321,7 @@ class Failed:
 class Due:
     """The time that a ``Wake`` named has come."""
 
-    task: Job | Vigil
+    task: Job | Vigil | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ order. In production that is driver.py, with sockets, threads and files; the sim
     Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
-hold.py, fetch.py, guard.py, store.py; ledgers.py about files.
+hold.py, fetch.py, guard.py, store.py, scrub.py; ledgers.py about files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ecckpt.agent.actions import (
     Ask,
     Begun,
     Behind,
+    Check,
     Due,
     Encode,
     Event,
@@ -39,6 +40,7 @@ from ecckpt.agent.actions import (
     Remember,
     Reply,
     Request,
+    Scrubbing,
     Taking,
     Warn,
     Write,
@@ -49,8 +51,10 @@ from ecckpt.agent.hold import Holder
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.protect import Protector
+from ecckpt.agent.scrub import Scrubber
 from ecckpt.agent.sizes import steady_bytes
 from ecckpt.agent.store import Storekeeper
+from ecckpt.agent.vigil import Vigil
 from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.fragment import HOME
 from ecckpt.generation import ShardId, check_name
@@ -62,7 +66,8 @@ class Core:
     """One agent's decisions. Not thread-safe: whoever drives it takes one event after another.
 
     Peers reach the agent at ``address``. ``budget_bytes`` is what a run may use on this node unless
-    it says otherwise. ``disk``: whether the node has one; ``disk_problem``: why it is of no use.
+    it says otherwise. ``disk``: whether the node has one; ``disk_problem``: why it is of no use;
+    ``scrub_bytes_per_s``: how fast it is read all the time, 0 for not at all.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Core:
         budget_bytes: int,
         disk: bool = False,
         disk_problem: str = "",
+        scrub_bytes_per_s: float = 0.0,
     ) -> None:
         self.ledgers = Ledgers(node, disk=disk)
         self.storekeeper = Storekeeper(self.ledgers, problem=disk_problem)
@@ -82,6 +88,7 @@ class Core:
         self._holder = Holder(self.ledgers)
         self._fetcher = Fetcher(self.ledgers)
         self.guardian = Guardian(self.ledgers, self._protector, budget_bytes=budget_bytes)
+        self._scrubber = Scrubber(self.ledgers, bytes_per_s=scrub_bytes_per_s)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """What follows from an event at that time. Raises an ``EcckptError`` to refuse a request.
@@ -89,6 +96,10 @@ class Core:
         ``now_s`` is of any clock that never goes back.
         """
         match event:
+            case Finished(Check() as check, verdict):
+                actions = self._scrubber.checked(check, str(verdict), now_s)
+            case Failed(Check() as check):  # nothing is known of it
+                actions = self._scrubber.checked(check, "", now_s)
             case Finished(action, result) if isinstance(action, Behind):
                 actions = self._done_on_disk(action, result)
             case Finished(action, result):
@@ -96,16 +107,20 @@ class Core:
             case Failed(action, error):
                 actions = self._failed(action, error, now_s)
             case Due(task):
-                actions = (
-                    self._protector.due(task, now_s)
-                    if isinstance(task, Job)
-                    else self.guardian.due(task, now_s)
-                )
+                actions = self._due(task, now_s)
             case Begun():
-                actions = self.guardian.resume(now_s)
+                actions = [*self.guardian.resume(now_s), *self._scrubber.begin(now_s)]
             case _:
                 actions = self._requested(event, now_s)
         return [*actions, *self.guardian.review(now_s)]
+
+    def _due(self, task: Job | Vigil | Scrubbing, now_s: float) -> list[Action]:
+        match task:
+            case Job():
+                return self._protector.due(task, now_s)
+            case Scrubbing():
+                return self._scrubber.due(task, now_s)
+        return self.guardian.due(task, now_s)
 
     def progress(self, shard: ShardId) -> wire.Progress:
         """How far a shard is."""

@@ -26,6 +26,7 @@ from ecckpt.agent.actions import (
     Ask,
     Begun,
     Behind,
+    Check,
     Discard,
     Due,
     Encode,
@@ -58,7 +59,9 @@ from ecckpt.agent.core import Core
 from ecckpt.agent.disk import Disk, Found, calm
 from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
+from ecckpt.agent.pace import pace_of
 from ecckpt.agent.shelf import Shelf
+from ecckpt.agent.verify import verdict_on
 from ecckpt.errors import EcckptError, NotHeld
 from ecckpt.generation import ShardId
 from ecckpt.recovery import UNREADABLE_DISK
@@ -100,6 +103,7 @@ class Driver:
         }
         behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=calm)
         self._pools |= {Write: behind, Remove: behind, Record: behind}
+        self._pools[Check] = ThreadPoolExecutor(1, thread_name_prefix="check", initializer=calm)
         for pool in {id(pool): pool for pool in self._pools.values()}.values():
             pool.submit(bool)  # one thread of each is there from the start
 
@@ -134,12 +138,6 @@ class Driver:
     def begin(self) -> None:
         """Take up what needs no request."""
         self._begin(Begun())
-
-    def files(self) -> list[DiskFile]:
-        """What is on disk now."""
-        with self.changed:
-            ledgers = self.core.ledgers
-            return [file for run in ledgers.runs() for file in ledgers.look(run).files.values()]
 
     def note_damage(self, file: DiskFile, why: str) -> bool:
         """A file on disk was found bad; whether that is news."""
@@ -259,6 +257,8 @@ class Driver:
                 self._network.post(action)
             case Ask():
                 result = self._network.ask(action)
+            case Check(file=file, bytes_per_s=bytes_per_s):
+                result = verdict_on(file, pace_of(bytes_per_s))
         return result
 
     def _result_on_disk(self, action: Behind) -> object:

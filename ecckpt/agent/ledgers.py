@@ -191,6 +191,16 @@ class Ledgers:
         for file in found.files:
             self.keep_file(file)
 
+    def files(self) -> list[DiskFile]:
+        """What is on disk of all runs, the oldest first."""
+        found = [file for ledger in self._runs.values() for file in ledger.files.values()]
+        return sorted(found, key=lambda file: file.header.shard.generation)
+
+    def has_file(self, file: DiskFile) -> bool:
+        """Whether that is still what is on disk there."""
+        key = file.header.shard, file.header.index
+        return self.look(file.header.shard.run).files.get(key) is file
+
     def note_damage(self, file: DiskFile, why: str) -> bool:
         """A file on disk was found bad; whether that is news."""
         ledger, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)

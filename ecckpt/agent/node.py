@@ -18,7 +18,7 @@ from ecckpt.agent.guard import Watched
 from ecckpt.agent.network import Network
 from ecckpt.agent.pace import pace_of
 from ecckpt.agent.shelf import Shelf
-from ecckpt.agent.verify import Blocks, Scrub, check_entry, check_file
+from ecckpt.agent.verify import Blocks, check_entry, check_file
 from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.fragment import FORMAT_VERSION, HOME
 from ecckpt.generation import ShardId
@@ -63,6 +63,7 @@ class Agent:
             budget_bytes=self.shelf.tier.default_budget_bytes(),
             disk=disk is not None,
             disk_problem=disk_problem,
+            scrub_bytes_per_s=scrub_bytes_per_s if self._disk else 0.0,
         )
         self.shelf.adopt(self.core.ledgers)
         if disk_problem:
@@ -73,8 +74,6 @@ class Agent:
         self._driver.adopt(patience_s=_PATIENCE_S)
         self._driver.begin()
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
-        if self._disk is not None and scrub_bytes_per_s:
-            Scrub(self._driver, bytes_per_s=scrub_bytes_per_s).start()
         self._changed = self._driver.changed
         self.info = wire.NodeInfo(
             node=node,

@@ -1,33 +1,22 @@
-"""Proving the files of this node, block by block: when somebody asks, and on disk all the time.
-
-What is found bad is reported and stays: its good blocks still help to decode a shard.
-"""
+"""Proving the files of this node, block by block: in memory and on disk."""
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.coding import bad_blocks
-from ecckpt.agent.pace import pace_of
 from ecckpt.blocks import span_of
 from ecckpt.errors import CorruptFragment, EcckptError
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table, parse_superblock
 from ecckpt.transport.http import Pace
 
 if TYPE_CHECKING:
-    from ecckpt.agent.driver import Driver
     from ecckpt.agent.ledger import Entry
     from ecckpt.tiers.disk import DiskFile
 
-_log = logging.getLogger(__name__)
-
 _WINDOW_BYTES = 4 << 20
-_REST_S = 60.0
 
 Blocks = list[tuple[int, int]]
 
@@ -70,34 +59,6 @@ def check_file(file: DiskFile, pace: Pace) -> Blocks:
     finally:
         os.close(descriptor)
     return bad
-
-
-class Scrub:
-    """One thread that reads the disk's files again and again, ``bytes_per_s`` at most."""
-
-    def __init__(self, driver: Driver, *, bytes_per_s: float) -> None:
-        self._driver = driver
-        self._bytes_per_s = bytes_per_s
-
-    def start(self) -> None:
-        """Begin; it goes on for as long as the process does."""
-        threading.Thread(target=self._run, name="scrub", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_REST_S)
-            try:
-                self.round()
-            except Exception:
-                _log.exception("scrubbing failed")
-
-    def round(self) -> None:
-        """Read every file that is on disk now, once."""
-        pace = pace_of(self._bytes_per_s)
-        for file in self._driver.files():
-            why = verdict_on(file, pace)
-            if why and self._driver.note_damage(file, why):
-                _log.warning("damaged: %s: %s", file.path.name, why)
 
 
 def verdict_on(file: DiskFile, pace: Pace) -> str:

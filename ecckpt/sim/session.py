@@ -54,6 +54,7 @@ class Session:
         self._board: dict[str, dict[int, Any]] = defaultdict(dict)
         self._answers: dict[str, Any] = {}
         self._waiting: dict[str, list[Process]] = defaultdict(list)
+        self._words: set[str] = set()
         self._paced: list[Process] = []
         self._local = Counter(homes)
 
@@ -106,6 +107,28 @@ class Session:
         """The store's atomic counter."""
         self._counters[counter] += amount
         return self._counters[counter]
+
+    def leave(self, word: str) -> None:
+        """Leave a word, and wake those who wait for it."""
+        self._words.add(word)
+        self._wake(word)
+
+    def wait_for(self, word: str, wait_s: float) -> Wait:
+        """Wait until that word is left, at most so long."""
+
+        def begin(process: Process) -> None:
+            if word in self._words:
+                self.world.after(self.world.rng.expovariate(1 / _STORE_S), process.resume, None)
+                return
+            self._waiting[word].append(process)
+            self.world.after(wait_s, self._stop_waiting, word, process)
+
+        return begin
+
+    def _stop_waiting(self, word: str, process: Process) -> None:
+        if process in self._waiting.get(word, ()):
+            self._waiting[word].remove(process)
+            process.resume(None)
 
     def store(self, member: Rank, act: Callable[[], Any]) -> Steps:
         """Do something in the store, in one step. ``SaveFailed`` if it cannot be reached."""
