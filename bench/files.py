@@ -62,9 +62,10 @@ def one_file(folder: Path, mib: int, tensors: int | None) -> Iterator[dict[str, 
 def dcp_files(folder: Path, mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
     """A folder of DCP's own, by one process; for later with a thread or a process that writes.
 
-    The stagers are kept, so that their buffers are used again; without a GPU they can neither pin
-    them nor copy in the background. What is staged for a process has to be in shared memory, a file
-    for each tensor: of 20,000, "Too many open files".
+    The stagers are kept, so that their buffers are used again. They copy on the caller's thread: in
+    the background they would be done later, and only then may the state change. Without a GPU there
+    is no pinned memory. What is staged for a process has to be in shared memory, a file for each
+    tensor: of 20,000, "Too many open files".
     """
     state = state_of(mib, tensors)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
