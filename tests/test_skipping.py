@@ -83,6 +83,26 @@ def test_a_save_that_one_rank_skips_fails_on_all_and_costs_nothing_older(
     assert restored(cluster6, larger) == 4
 
 
+def test_no_rank_begins_a_save_before_all_are_through_with_the_one_before(
+    cluster6: LocalCluster, world: World
+) -> None:
+    """Else two ranks could save in turns, each in vain."""
+    larger = [*states_for(1, seed=3), *states_for(2, seed=3, elements=2_000_000)[1:]]
+    with stopped(cluster6, "n0"):
+        with stopped(cluster6, "n1"):
+            early = world.checkpointers[0].save(3, larger[0])
+            late = world.checkpointers[1].save(3, larger[1])
+            assert (early.staged, late.skipped) == (True, True)
+        world.await_slots()
+        later = world.checkpointers[1].save(4, larger[1], patience_s=0.5)
+        assert world.checkpointers[0].save(4, larger[0]).skipped
+        assert not early.done
+        assert isinstance(later.error, SaveSkipped)
+        assert later.error.unfinished == 3
+        assert "waiting for other ranks to be done with it" in str(later.error)
+    assert all(each.wait(30) for each in world.save(5, larger))
+
+
 def test_with_patience_a_save_waits_for_the_one_before(world: World) -> None:
     handles = [
         each
