@@ -47,10 +47,10 @@ def ours(mib: int) -> Iterator[dict[str, Timed]]:
         ckpt.restore(state)
         steps = iter(range(1 << 20))
         for _ in range(WARM_UP_ROUNDS):
-            assert ckpt.save(next(steps), state).wait(120)
+            assert ckpt.save(next(steps), state, patience_s=120).wait(120)
 
         def protected() -> float:
-            handle = ckpt.save(next(steps), state)
+            handle = ckpt.save(next(steps), state, patience_s=120)
             assert handle.wait(120)
             assert handle.protected_s is not None
             return handle.protected_s

@@ -3,7 +3,8 @@
 CPU seconds per GB of state, of the calling process (of a clique: all its ranks) and of all others
 that it started; bytes over loopback and memory, kept afterwards and at the most, beyond what there
 was before (the first save; each restore), per byte of state; and seconds. ecckpt with RS(8, 2) on
-eleven agents, for 64 MiB, 256 MiB and 1 GiB a rank; the peers for 256 MiB.
+eleven agents, for 64 MiB, 256 MiB and 1 GiB a rank, with three nodes lost or (256 MiB) one or two;
+the peers for 256 MiB.
 
 - ecckpt's save is until it is committed, its seconds until it is protected; ``dcp.async_save``
   until all is written, its seconds until the caller may go on. The others are all eleven agents,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import shutil
 import statistics
@@ -31,7 +33,7 @@ from bench import cliques, usage
 from bench.elsewhere import Elsewhere
 from bench.files import dcp_files, one_file
 from bench.measuring import Timed
-from bench.recovery import NODES, K, M, checkpointer, lose_three
+from bench.recovery import COPIES, NODES, K, M, checkpointer, lose
 from bench.recovery import restore as restored_s
 from bench.save import WARM_UP_ROUNDS, state_of
 from ecckpt.testing import LocalCluster
@@ -88,7 +90,7 @@ def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
         stalls_s = []
 
         def save() -> float:
-            handle = ckpt.save(next(steps), state)
+            handle = ckpt.save(next(steps), state, patience_s=120)
             if not handle.wait(300) or handle.held != K + M:
                 raise RuntimeError(f"{handle.held} fragments held: {handle.problems}")
             stalls_s.append(handle.stall_s)
@@ -101,9 +103,9 @@ def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
             stack.close()
             return restored_s(cluster, home, state, "home")
 
-        def lose() -> float:
+        def lose_some(count: int) -> float:
             nonlocal home
-            home = lose_three(cluster, home)
+            home = lose(cluster, home, count)
             return 0.0
 
         def restore_elsewhere() -> float:
@@ -113,7 +115,7 @@ def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
             "save": save,
             "stall": last_stall,
             "restore": restore,
-            "lose": lose,
+            **{f"lose {n}": functools.partial(lose_some, n) for n in range(1, COPIES + 1)},
             "restore elsewhere": restore_elsewhere,
         }
 
@@ -190,7 +192,9 @@ def ours(mib: int, rounds: int) -> Iterator[Cost]:
         yield meter.save("ecckpt save", "save", warm_ups=WARM_UP_ROUNDS)
         print(f"{'  its stall':48} {mib:5} {caller.timed('stall')():8.3f}")
         yield meter.restore("ecckpt restore, process died", "restore")
-        yield meter.restore("ecckpt restore, 3 nodes lost", "restore elsewhere", before="lose")
+        for lost in range(1 if mib == PEERS_MIB else COPIES, COPIES + 1):
+            what = f"ecckpt restore, {lost} node{'s' if lost > 1 else ''} lost"
+            yield meter.restore(what, "restore elsewhere", before=f"lose {lost}")
 
 
 def theirs(mib: int, rounds: int) -> Iterator[Cost]:

@@ -23,6 +23,10 @@ from bench.measuring import Timed
 # Told a new folder in tmpfs and what else `Elsewhere` was given; a function of some module.
 Maker = Callable[..., AbstractContextManager[dict[str, Timed]]]
 
+# Of torch, in each: with more they are in each other's way where ranks share the CPUs, and single
+# peers gain a tenth or lose a lot (README.md).
+THREADS = 1
+
 START_TIMEOUT_S = 120.0
 LOG_TAIL_BYTES = 2000
 
@@ -118,7 +122,7 @@ def _module_of(make: Maker) -> str:
 
 
 def _serve(pipe: Connection) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     try:
         sys.path[:], module, name = pipe.recv()
         make = getattr(importlib.import_module(module), name)

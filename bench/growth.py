@@ -44,17 +44,18 @@ SIZES = (
 def measure(size: Size, rounds: int) -> dict[str, float]:
     """Medians in seconds, and the bytes that went over the network per byte saved."""
     state = even_state(size.mib << 20, size.tensors)
-    stalls_s, protected_s, restores_s = [], [], []
+    stalls_s, protected_s, committed_s, restores_s = [], [], [], []
     with LocalCluster(nodes=size.nodes) as cluster:
         settings = {"code": size.code, "root": cluster.root("n0"), "agents": cluster.addresses()}
         with ecckpt.Checkpointer("growth", **settings) as ckpt:
             ckpt.restore(state)
             for step in range(WARM_UP_ROUNDS + rounds):
-                handle = ckpt.save(step, state)
+                handle = ckpt.save(step, state, patience_s=120)
                 assert handle.wait(120)
                 if step >= WARM_UP_ROUNDS:
                     stalls_s.append(handle.stall_s)
                     protected_s.append(handle.protected_s)
+                    committed_s.append(handle.committed_s)
         for _ in range(rounds):
             with ecckpt.Checkpointer("growth", **settings) as ckpt:
                 restored = ckpt.restore(state)
@@ -64,6 +65,7 @@ def measure(size: Size, rounds: int) -> dict[str, float]:
     return {
         "stall_ms": 1e3 * statistics.median(stalls_s),
         "protected_ms": 1e3 * statistics.median(protected_s),
+        "committed_ms": 1e3 * statistics.median(committed_s),
         "restore_ms": 1e3 * statistics.median(restores_s),
     }
 
@@ -77,14 +79,17 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes = SIZES[:: len(NODES) - 1] if arguments.quick else SIZES
     rows = []
-    print(f"{'nodes':>6} {'MiB':>5} {'tensors':>8} {'code':>6}  stall ms  protected ms  restore ms")
+    print(
+        f"{'nodes':>6} {'MiB':>5} {'tensors':>8} {'code':>6}  stall ms  protected ms  committed ms"
+        "  restore ms"
+    )
     for size in sizes:
         row = measure(size, arguments.rounds)
         rows.append({**asdict(size), **row})
         code = "+".join(map(str, size.code))
         print(
             f"{size.nodes:6} {size.mib:5} {size.tensors:8} {code:>6}  {row['stall_ms']:8.1f}"
-            f"  {row['protected_ms']:12.1f}  {row['restore_ms']:10.1f}"
+            f"  {row['protected_ms']:12.1f}  {row['committed_ms']:12.1f}  {row['restore_ms']:10.1f}"
         )
     print(json.dumps({"growth": rows}))
 

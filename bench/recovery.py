@@ -86,7 +86,7 @@ def protect(
     with checkpointer(cluster, home) as ckpt:
         ckpt.restore(state)
         for each in range(2):  # the second one finds every slot made and mapped
-            handle = ckpt.save(step + each, state)
+            handle = ckpt.save(step + each, state, patience_s=120)
             handle.wait(120)
         if handle.held != HOLDERS:
             raise RuntimeError(f"{handle.held} of {HOLDERS} fragments held: {handle.problems}")
@@ -110,10 +110,10 @@ def restore(cluster: LocalCluster, node: str, state: Mapping[str, object], sourc
     return restored.seconds
 
 
-def lose_three(cluster: LocalCluster, home: str) -> str:
-    """End the home and the two next nodes, put empty ones there; the new home's name."""
+def lose(cluster: LocalCluster, home: str, count: int) -> str:
+    """End the home and the nodes after it, put empty ones there; the new home's name."""
     at = cluster.nodes.index(home)
-    victims = [cluster.nodes[(at + each) % NODES] for each in range(COPIES)]
+    victims = [cluster.nodes[(at + each) % NODES] for each in range(count)]
     cluster.kill(*victims)
     return cluster.replace(*victims)[0]
 
@@ -134,7 +134,7 @@ def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]
             seconds = protect(cluster, home, 2 * turn, state, pullers)
             seconds["restore, process died"] = restore(cluster, home, state, "home")
             seconds["memcpy"] = min(memcpy_s(source, target) for _ in range(3))
-            home = lose_three(cluster, home)
+            home = lose(cluster, home, COPIES)
             seconds["pull shard"] = pullers.seconds(plain_restore(cluster))
             seconds["pull shard, fresh memory"] = pullers.seconds(
                 plain_restore(cluster), fresh=True

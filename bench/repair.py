@@ -66,7 +66,7 @@ def measure(rounds: int, mib: int) -> dict[str, Any]:
         with ckpt:
             ckpt.restore(state)
             for step in range(1, rounds + 1):
-                ckpt.save(step, state).wait(60)
+                ckpt.save(step, state, patience_s=60).wait(60)
                 until(cluster, lambda seen: seen["margin"] == FULL, time.monotonic())
                 started_s = time.monotonic()
                 cluster.empty("n3")

@@ -88,7 +88,7 @@ def saver(state: dict[str, dict[str, torch.Tensor]]) -> Iterator[ecckpt.Checkpoi
     ):
         checkpointer.restore(state)
         for step in range(WARM_UP_ROUNDS):
-            assert checkpointer.save(step, state).wait(120)
+            assert checkpointer.save(step, state, patience_s=120).wait(120)
         yield checkpointer
 
 
@@ -115,7 +115,7 @@ def main() -> None:
             started_s = time.perf_counter()
             ctypes.memmove(target.ctypes.data, source.ctypes.data, state_bytes)
             copies_s.append(time.perf_counter() - started_s)
-            handle = checkpointer.save(WARM_UP_ROUNDS + turn, state)
+            handle = checkpointer.save(WARM_UP_ROUNDS + turn, state, patience_s=120)
             assert handle.wait(120)
             stalls_s.append(handle.stall_s)
             protected_s.append(handle.protected_s)

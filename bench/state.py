@@ -96,9 +96,12 @@ def our_cases(state: State) -> Iterator[dict[str, Timed]]:
 
         cases = {
             "ecckpt save, stall": timed(
-                lambda: saving.save(next(steps), state), lambda handle: handle.wait(120)
+                lambda: saving.save(next(steps), state, patience_s=120),
+                lambda handle: handle.wait(120),
             ),
-            "ecckpt save, committed": timed(lambda: saving.save(next(steps), state).wait(120)),
+            "ecckpt save, committed": timed(
+                lambda: saving.save(next(steps), state, patience_s=120).wait(120)
+            ),
             "ecckpt restore, into the state": timed(
                 lambda: restoring.restore(state), lambda restored: restored.reprotection.wait(120)
             ),

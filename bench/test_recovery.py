@@ -34,9 +34,11 @@ def test_protect(benchmark) -> None:
     steps = itertools.count(WARM_UP_ROUNDS)
     with saver(state) as checkpointer:
         benchmark.pedantic(
-            lambda: checkpointer.save(next(steps), state).wait(60), rounds=ROUNDS, warmup_rounds=1
+            lambda: checkpointer.save(next(steps), state, patience_s=120).wait(60),
+            rounds=ROUNDS,
+            warmup_rounds=1,
         )
-        handle = checkpointer.save(next(steps), state)
+        handle = checkpointer.save(next(steps), state, patience_s=120)
         assert handle.wait(60)
         assert handle.held == 5
 

@@ -33,7 +33,7 @@ def test_save(benchmark) -> None:
             assert not handles or handles[-1].wait(120)
 
         def save() -> None:
-            handles.append(checkpointer.save(next(steps), state))
+            handles.append(checkpointer.save(next(steps), state, patience_s=120))
 
         benchmark.pedantic(save, setup=settle, rounds=ROUNDS, warmup_rounds=1)
         settle()

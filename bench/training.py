@@ -100,7 +100,7 @@ class Saver:
 
     def save(self) -> ecckpt.SaveHandle:
         """Begin one."""
-        return self._ckpt.save(next(self._steps), self._state)
+        return self._ckpt.save(next(self._steps), self._state, patience_s=120)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from ecckpt.placement import Placement
 class Cluster:
     """Who takes part: this rank's agent, all nodes, and where fragments go.
 
-    ``homes`` is each rank's node; only rank 0 knows it. ``disk`` is what this node's agent was
-    started with as ``--disk``.
+    ``homes`` is each rank's node; only rank 0 knows it. ``share`` are the nodes without ranks that
+    this rank tells of commits: each such node is in one rank's share. ``disk`` is what this node's
+    agent was started with as ``--disk``.
     """
 
     run: str
@@ -26,4 +27,5 @@ class Cluster:
     peers: Mapping[str, AgentClient]
     placement: Placement
     homes: tuple[str, ...]
+    share: tuple[str, ...]
     memory_bytes: int

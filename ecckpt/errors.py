@@ -271,6 +271,23 @@ class SaveFailed(EcckptError):
     """A save that did not reach its redundancy; the older generation is untouched."""
 
 
+class SaveSkipped(SaveFailed):
+    """A save that was not begun because the one before it, or its slot, kept it waiting too long.
+
+    ``unfinished`` is the step of the save before, since ``age_s`` seconds under way; None if it
+    was the slot that was not ready.
+    """
+
+    def __init__(self, step: int, waits_for: str, *, unfinished: int | None, age_s: float) -> None:
+        behind = f"the save of step {unfinished} is" if unfinished is not None else "its slot is"
+        super().__init__(
+            f"step {step} was skipped: {behind} not ready after {age_s:.2f} s, {waits_for}",
+            hint="training goes on; save(..., patience_s=) waits longer where a save must be made",
+        )
+        self.step, self.unfinished, self.age_s = step, unfinished, age_s
+        self.waits_for = waits_for
+
+
 class SaveTimedOut(EcckptError, TimeoutError):
     """A save that did not finish before its deadline; the older generation is untouched."""
 

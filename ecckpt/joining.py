@@ -33,11 +33,12 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Roster:
-    """What every rank gets back. ``homes`` is filled for rank 0 only."""
+    """What every rank gets back. ``homes`` is filled for rank 0 only, ``share`` see Cluster."""
 
     nodes: tuple[wire.NodeInfo, ...]
     local_ranks: int
     homes: tuple[str, ...]
+    share: tuple[str, ...]
 
 
 def join(
@@ -78,6 +79,7 @@ def join(
         peers={each.node: AgentClient(each.address, token) for each in roster.nodes},
         placement=placement,
         homes=roster.homes,
+        share=roster.share,
         memory_bytes=memory_bytes,
     )
     return cluster, roster.local_ranks
@@ -108,8 +110,16 @@ def _meet(
         parse_code(config.code, len(nodes))
         names = tuple(home.node for home in homes)
         ranks = Counter(names)
+        idle = [node.node for node in nodes if node.node not in ranks]
         return [
-            wire.pack(_Roster(tuple(nodes), ranks[name], names if rank == 0 else ()))
+            wire.pack(
+                _Roster(
+                    tuple(nodes),
+                    ranks[name],
+                    names if rank == 0 else (),
+                    tuple(idle[rank :: len(names)]),
+                )
+            )
             for rank, name in enumerate(names)
         ]
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _NONCE_BYTES = 8
 _SESSION_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
+_POLL_S = 0.05
+_LEAST_S = 0.002  # torch counts in milliseconds, and takes 0 for ever
 
 Decide = Callable[[list[bytes]], Sequence[bytes]]
 
@@ -66,6 +68,9 @@ class Meeting(Protocol):
     def drop(self, key: str) -> None:
         """Remove it."""
 
+    def wait(self, key: str, timeout_s: float) -> None:
+        """Wait until something is left under this key, at most so long. For one thread."""
+
 
 class Alone:
     """The meeting of a single process."""
@@ -76,6 +81,7 @@ class Alone:
         self._counters: dict[str, int] = {}
         self._left: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        self._news = threading.Condition()
 
     def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
         """The only rank decides."""
@@ -102,7 +108,9 @@ class Alone:
 
     def put(self, key: str, value: bytes) -> None:
         """Keep it."""
-        self._left[key] = value
+        with self._news:
+            self._left[key] = value
+            self._news.notify_all()
 
     def look(self, key: str) -> bytes | None:
         """What was kept."""
@@ -112,13 +120,19 @@ class Alone:
         """Forget it."""
         self._left.pop(key, None)
 
+    def wait(self, key: str, timeout_s: float) -> None:
+        """For what another thread leaves."""
+        with self._news:
+            self._news.wait_for(lambda: key in self._left, timeout_s)
+
 
 @dataclass
 class StoreMeeting:
     """A meeting over a ``torch.distributed`` store.
 
     All keys carry the session, so what an earlier incarnation left in a store that survives
-    restarts is never read. Background threads use a connection of their own.
+    restarts is never read. Background threads use connections of their own, so that whoever waits
+    keeps nobody else waiting.
     """
 
     store: Store
@@ -130,6 +144,7 @@ class StoreMeeting:
         root = self.store
         clone = getattr(root, "clone", None)  # torch >= 2.7; older stores serialise calls inside
         self._counting = self._own(clone() if clone else root)
+        self._waiting = self._own(clone()) if clone else None
         self._mine = self._own(root)
         self._lock = threading.Lock()
 
@@ -180,6 +195,17 @@ class StoreMeeting:
         """See ``Meeting.drop``."""
         with self._lock:
             self._counting.delete_key(key)
+
+    def wait(self, key: str, timeout_s: float) -> None:
+        """See ``Meeting.wait``. That the store cannot be reached the next call will tell."""
+        if self._waiting is not None:
+            limit = timedelta(seconds=max(_LEAST_S, timeout_s))
+            with contextlib.suppress(RuntimeError):
+                self._waiting.wait([key], limit)
+            return
+        deadline_s = time.monotonic() + timeout_s
+        while self.look(key) is None and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
 
     def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:
         ranks = range(self.world_size)

@@ -7,6 +7,7 @@ at all: an agent that hangs must not keep the training program waiting.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -55,22 +56,32 @@ class Reserver:
         with self._news:
             self._submit(wish)
 
-    def take(self, wish: wire.Reserve) -> wire.Slot:
+    def take(self, wish: wire.Reserve, deadline_s: float = math.inf) -> wire.Slot | None:
         """The slot reserved ahead if it will do, else one reserved now; the caller's from now on.
 
-        Raises what reserving raises. Waits as long as the agent is at work and shows that it
-        lives, and ``AgentUnreachable`` comes within seconds after it no longer does.
+        None if there is none by ``deadline_s`` (of the monotonic clock): it is made nevertheless,
+        for who comes next. Raises what reserving raises. Without a deadline, waits as long as the
+        agent is at work and shows that it lives, and ``AgentUnreachable`` comes within seconds
+        after it no longer does.
         """
         with self._news:
-            self._await()
+            if not self._await_until(deadline_s):
+                return None
             if self._slot is None or not _fits(self._slot, wish):
                 self._submit(wish)
-                self._await()
+                if not self._await_until(deadline_s):
+                    return None
             slot, self._slot = self._slot, None
             if slot is None:
                 assert self._error is not None
                 raise self._error
             return slot
+
+    @property
+    def waits_for(self) -> str:
+        """Why there is no slot yet, in words."""
+        silent = self._silent
+        return f"no answer from {silent}" if silent else "waiting for this node's agent to make it"
 
     def settle(self) -> None:
         """Wait until nothing is being reserved, and count on no slot: somebody else reserves next.
@@ -91,6 +102,13 @@ class Reserver:
     def _submit(self, wish: wire.Reserve) -> None:
         self._wish, self._slot, self._error = wish, None, None
         self._news.notify_all()
+
+    def _await_until(self, deadline_s: float) -> bool:
+        if math.isinf(deadline_s):
+            self._await()
+            return True
+        left_s = max(0.0, deadline_s - time.monotonic())
+        return self._news.wait_for(lambda: self._wish is None, left_s)
 
     def _await(self) -> None:
         """Wait, with the lock, until there is an answer to the latest wish."""

@@ -1,6 +1,6 @@
-"""A save on its way: the handle that the caller holds, and the thread that sees it through.
+"""The thread that sees saves through: it waits for the agent and counts in the store.
 
-The thread only waits for the agent and counts in the store, as ``counting.py`` has it.
+What is to be done, in which order and when, ``counting.py`` says; here it is done.
 """
 
 from __future__ import annotations
@@ -10,115 +10,48 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ecckpt import wire
 from ecckpt.claims import Claims
 from ecckpt.client import AgentClient
 from ecckpt.counting import (
     POISON,
+    Await,
     Count,
+    Counter,
+    Ended,
     GiveUp,
     Look,
+    Pause,
     Protected,
+    Share,
     Start,
     Step,
     Steps,
     Tell,
-    counter_of,
+    Wake,
+    give_up,
+    key_of,
     see_through,
+    wake_key_of,
 )
 from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
 from ecckpt.generation import Generation, ShardId
+from ecckpt.handle import SaveHandle
 from ecckpt.rendezvous import Meeting
 from ecckpt.state import Claim
+from ecckpt.telling import Teller
 
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-COMMIT_TIMEOUT_S = 2.0
-
-
-class SaveHandle:
-    """One save of one rank: how far it is, and how it ended.
-
-    ``stall_s`` is how long ``save()`` kept its caller, ``shard_bytes`` what it copied. ``held``
-    is the number of fragments verified at their holders.
-    """
-
-    def __init__(self, generation: Generation | None, step: int) -> None:
-        self.generation, self.step = generation, step
-        self.stall_s = 0.0
-        self.shard_bytes = 0
-        self.held = 0
-        self.encode_s = 0.0
-        self.protected_s = 0.0
-        self.problems: tuple[str, ...] = ()
-        self.error: EcckptError | None = None
-        self._staged = threading.Event()
-        self._protected = threading.Event()
-        self._committed = threading.Event()
-        self._done = threading.Event()
-
-    @property
-    def staged(self) -> bool:
-        """The snapshot is taken: the state may change."""
-        return self._staged.is_set()
-
-    @property
-    def protected(self) -> bool:
-        """This rank's shard reached its redundancy."""
-        return self._protected.is_set()
-
-    @property
-    def committed(self) -> bool:
-        """All ranks' shards did, and the agents know it."""
-        return self._committed.is_set()
-
-    @property
-    def done(self) -> bool:
-        """Committed or failed."""
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is committed; False if that took longer than ``timeout_s``.
-
-        Raises the error with which the save failed.
-        """
-        if not self._done.wait(timeout_s):
-            return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def wait_done(self, timeout_s: float) -> bool:
-        """Wait until it is committed or has failed, without raising; False if that took longer."""
-        return self._done.wait(timeout_s)
-
-    def __repr__(self) -> str:
-        state = "staging"
-        for name in ("staged", "protected", "committed"):
-            state = name if getattr(self, name) else state
-        return f"<SaveHandle step {self.step}: {f'failed: {self.error}' if self.error else state}>"
-
-    # -- for the code that moves it on ------------------------------------------------------------
-
-    def mark_staged(self) -> None:
-        """The snapshot is complete."""
-        self._staged.set()
-
-    def mark_protected(self, progress: wire.Progress) -> None:
-        """The agent reports this shard as protected."""
-        self.held, self.problems = progress.held, progress.problems
-        self.encode_s, self.protected_s = progress.encode_s, progress.protected_s
-        self._protected.set()
-
-    def finish(self, error: EcckptError | None = None) -> None:
-        """Committed, or failed with ``error``."""
-        self.error = error
-        if error is None:
-            self._committed.set()
-        self._done.set()
+_SLICE_S = 10.0  # torch prints a warning whenever it waits in vain
+_PAUSE_S = 0.25
+_GRACE_S = 1.0
+_FIRST_POLL_S = 1e-3
+_LAST_POLL_S = 0.05
+_POLLS_PER_S = 20_000  # of all ranks together: what their store takes easily
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,33 +74,39 @@ class Following:
 class Watcher:
     """One thread that follows saves, one after another, for as long as the Checkpointer lives.
 
-    ``committed`` is called for each one that was committed, and returns at once.
+    ``share`` are agents without ranks that this rank tells of commits. ``committed`` is called for
+    each save that was committed, and returns at once.
     """
 
     def __init__(
         self,
         meeting: Meeting,
         agent: AgentClient,
-        peers: Sequence[AgentClient],
+        share: Sequence[AgentClient] = (),
         *,
         committed: Callable[[Generation], None] = lambda generation: None,
     ) -> None:
         self._meeting = meeting
         self._committed = committed
         self._agent = agent
-        self._peers = peers
+        self._teller = Teller(share)
         self._claims = Claims(meeting)
+        self._past: Generation | None = None
         self._work: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ecckpt-watch", daemon=True)
         self._thread.start()
 
     def follow(self, following: Following) -> None:
         """See a staged save through; its handle tells how it ends."""
-        self._work.put(lambda: self._see_through(following))
+        ranks = self._meeting.world_size
+        steps = see_through(following.shard, ranks, counted=following.counted)
+        self._work.put(lambda: self._go_through(following, steps))
 
-    def abandon(self, shard: ShardId) -> None:
-        """Let the other ranks know that this shard will not come."""
-        self._work.put(lambda: self._give_up(shard))
+    def abandon(self, handle: SaveHandle, shard: ShardId, deadline_s: float) -> None:
+        """Let the other ranks know that this shard, which has failed, will not come."""
+        following = Following(handle, shard, deadline_s, lambda: None, True)
+        self._work.put(lambda: self._go_through(following, give_up(self._meeting.world_size)))
 
     def call(self, act: Callable[[], object]) -> None:
         """Do something off the caller's path, after the saves that are queued."""
@@ -178,6 +117,7 @@ class Watcher:
 
         All of that work has deadlines, but for the store's, which waits for a host that hangs.
         """
+        self._closing.set()
         self._work.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -191,22 +131,8 @@ class Watcher:
             except Exception:
                 _log.exception("background work for a save failed")
 
-    def _see_through(self, following: Following) -> None:
-        shard, ranks = following.shard, self._meeting.world_size
-        failed = self._drive(following, see_through(shard, ranks, counted=following.counted))
-        if following.claim is not None:
-            failed = self._claims.explain(following.shard, failed)
-        if failed is not None:
-            _log.warning("save of step %d failed: %s", following.handle.step, failed)
-        elif following.counted:
-            self._committed(shard.generation)
-        try:
-            following.ended(failed)
-        finally:
-            following.handle.finish(failed)
-
-    def _drive(self, following: Following, steps: Steps) -> EcckptError | None:
-        """Do what the rule asks for (counting.py), until it says how the save ended."""
+    def _go_through(self, following: Following, steps: Steps) -> None:
+        """Do what the rule asks for (counting.py), until it is through."""
         try:
             step = next(steps)
             while True:
@@ -219,54 +145,111 @@ class Watcher:
                     step = steps.throw(SaveFailed(f"{following.shard}: {error!r}"))
                 else:
                     step = steps.send(result)
-        except StopIteration as end:
-            ended: EcckptError | None = end.value
-            return ended
+        except StopIteration:
+            pass
+        finally:
+            if following.counted:
+                self._past = following.shard.generation
+            following.handle.mark_left()
 
     def _do(self, following: Following, step: Step) -> object:
         shard = following.shard
         match step:
             case Start():
-                # First of all: what lacks a shard is never restored, whatever becomes of this rank.
-                if following.claim is not None:
-                    self._claims.compare(shard.generation, following.claim)
-                following.start()
+                self._start(following)
             case Look(state):
-                return self._watch(following, state)
+                left_s = _left_s(following, state)
+                watch = wire.Watch(shard, state, False, min(_WATCH_S, left_s))
+                return self._agent.watch(watch)
             case Protected(progress):
                 following.handle.mark_protected(progress)
-            case Count(amount):
-                return self._meeting.add(counter_of(shard.generation), amount)
-            case Tell(everybody=True):
-                # One after another: a program that is ending can start no threads.
-                for peer in (self._agent, *self._peers):
-                    tell_committed(peer, shard)
             case Tell():
                 self._agent.commit(shard.run, shard.generation)
-            case GiveUp():
-                return self._give_up(shard)
+            case Share():
+                self._teller.tell(shard)
+            case Ended(error):
+                self._ended(following, error)
+            case Pause():
+                if self._closing.wait(min(_PAUSE_S, _left_s(following, "committed"))):
+                    raise SaveTimedOut(f"{shard}: this rank has ended")
+            case Count() | Wake() | Await() | GiveUp():
+                return self._meet(following, step)
         return None
 
-    def _watch(self, following: Following, state: str) -> wire.Progress:
-        left_s = following.deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise SaveTimedOut(f"{following.shard}: still {state} at its deadline")
-        return self._agent.watch(wire.Watch(following.shard, state, False, min(_WATCH_S, left_s)))
+    def _start(self, following: Following) -> None:
+        # First of all: what lacks a shard is never restored, whatever becomes of this rank.
+        if following.claim is not None:
+            self._claims.compare(following.shard.generation, following.claim)
+        following.start()
 
-    def _give_up(self, shard: ShardId) -> bool:
-        """Make sure that a generation can no longer be committed; False if it already is."""
+    def _meet(self, following: Following, step: Count | Wake | Await | GiveUp) -> object:
+        """Something in the ranks' store, which may be gone: then it is the end of the save."""
+        generation = following.shard.generation
         try:
-            return self._meeting.subtract_unless(
-                counter_of(shard.generation), POISON, value=self._meeting.world_size
-            )
+            match step:
+                case Count(counter, amount):
+                    return self._meeting.add(key_of(counter, generation), amount)
+                case Wake(counter):
+                    self._wake(counter, generation)
+                case Await("count"):
+                    left_s = min(_SLICE_S, _left_s(following, "protected"))
+                    self._meeting.wait(wake_key_of("count", generation), left_s)
+                case Await():
+                    self._await_left(following)
+                case GiveUp():
+                    return self._meeting.subtract_unless(
+                        key_of("count", generation), POISON, value=self._meeting.world_size
+                    )
         except (RuntimeError, OSError) as error:
-            _log.warning("could not give up %s in the store: %s", shard, error)
-            return True
+            if isinstance(error, EcckptError):
+                raise
+            first_line = str(error).split("\n", 1)[0]  # torch adds a stack of its own
+            text = f"{following.shard}: the ranks' store: {first_line}"
+            if isinstance(step, (Count, Await)):
+                raise SaveFailed(text) from error
+            _log.info("%s", text)
+        return True  # also where it could not be given up: nobody can count any more
+
+    def _wake(self, counter: Counter, generation: Generation) -> None:
+        self._meeting.put(wake_key_of(counter, generation), b"")
+        if counter == "left" and self._past is not None:
+            # All are through with this one: nobody looks at the one before it any more.
+            for each in ("count", "left"):
+                self._meeting.drop(key_of(each, self._past))
+                self._meeting.drop(wake_key_of(each, self._past))
+
+    def _await_left(self, following: Following) -> None:
+        """Look again and again rather than wait: it mostly takes a moment, and may be given up."""
+        key = wake_key_of("left", following.shard.generation)
+        last_s = max(_LAST_POLL_S, self._meeting.world_size / _POLLS_PER_S)
+        poll_s, closed_s = _FIRST_POLL_S, 0.0
+        while self._meeting.look(key) is None:
+            if closed_s > _GRACE_S:
+                raise SaveTimedOut(f"{following.shard}: this rank has ended")
+            wait_s = min(poll_s, _left_s(following, "with other ranks"))
+            if self._closing.wait(wait_s):
+                closed_s += wait_s
+                time.sleep(wait_s)
+            poll_s = min(2 * poll_s, last_s)
+
+    def _ended(self, following: Following, failed: EcckptError | None) -> None:
+        if following.claim is not None:
+            failed = self._claims.explain(following.shard, failed)
+        if failed is not None:
+            _log.warning("save of step %d failed: %s", following.handle.step, failed)
+        elif following.counted:
+            self._committed(following.shard.generation)
+        try:
+            following.ended(failed)
+        except Exception:
+            _log.exception("after %s", following.shard)
+        finally:
+            following.handle.finish(failed)
 
 
-def tell_committed(peer: AgentClient, shard: ShardId) -> None:
-    """Tell an agent, without much patience: one that misses it learns it from the next commit."""
-    try:
-        replace(peer, timeout_s=COMMIT_TIMEOUT_S).commit(shard.run, shard.generation)
-    except (EcckptError, OSError) as error:
-        _log.warning("could not tell %s that %s is committed: %s", peer.address, shard, error)
+def _left_s(following: Following, state: str) -> float:
+    """Seconds to the deadline of a save; ``SaveTimedOut`` if it is over."""
+    left_s = following.deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise SaveTimedOut(f"{following.shard}: still {state} at its deadline")
+    return left_s

@@ -17,9 +17,9 @@ from ecckpt.config import NodeConfig
 from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
 from ecckpt.fragment import Header, block_bytes_for, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
-from ecckpt.saving import tell_committed
 from ecckpt.slots import Slots
 from ecckpt.state import ShardPlan
+from ecckpt.telling import tell_committed
 
 _WATCH_S = 1.0
 

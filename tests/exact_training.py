@@ -168,7 +168,7 @@ def run(mode, rank, out, *, root, kill):
             file.write(json.dumps({"start": kill, "step": step} | training.facts()) + "\n")
             file.flush()
             if checkpointer and checkpointer.due(step):
-                handle = checkpointer.save(step, training.state())
+                handle = checkpointer.save(step, training.state(), patience_s=30)
                 assert handle.wait(30), handle.error
             if step == kill:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ import torch
 from worlds import World, same_state, states_for
 
 import ecckpt
-from ecckpt import errors, wire
+from ecckpt import counting, errors, wire
 from ecckpt.agents import await_agent, local_client, start
 from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
@@ -249,15 +249,22 @@ def test_damaged_fragments_are_erasures(cluster6: LocalCluster) -> None:
 
 
 def test_a_generation_that_cannot_be_proven_is_refused_by_all_for_an_older_one(
-    cluster6: LocalCluster,
+    cluster6: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    all_protected = threading.Barrier(6)
+
+    def given_up(counter: str, ranks: int) -> Any:
+        if counter == "count":
+            all_protected.wait(30)
+        raise errors.SaveFailed("given up")
+        yield
+
     older, newer = states_for(6, seed=3), states_for(6, seed=4)
     with World(cluster6, code=(3, 2)) as world:
         world.restore(older)
         assert all(handle.wait(30) for handle in world.save(1, older))
         # All shards of step 2 get protected, but it is given up: step 1 has to stay.
-        meeting = world.checkpointers[0]._meeting
-        meeting.add(f"count/1.2.{meeting.session}", -(1 << 40))
+        monkeypatch.setattr(counting, "_reach", given_up)
         handles = world.save(2, newer)
         for handle in handles:
             with pytest.raises(errors.SaveFailed):

@@ -74,7 +74,9 @@ def test_a_save_that_one_rank_missed_is_passed_over_by_all(cluster6: LocalCluste
     with World(cluster6, code=(3, 2), save_timeout_s=2.0) as world:
         world.restore(states)
         assert all(handle.wait(30) for handle in world.save(4, states))
-        handles = [world.checkpointers[rank].save(5, newer[rank]) for rank in range(5)]
+        handles = [
+            world.checkpointers[rank].save(5, newer[rank], patience_s=30) for rank in range(5)
+        ]
         for handle in handles:
             with pytest.raises(ecckpt.EcckptError, match=r"5\.|rank"):
                 handle.wait(30)
@@ -169,6 +171,7 @@ def test_saves_of_one_session_are_never_mistaken_for_each_other(cluster1: LocalC
         assert world.save(5, [state])[0].wait(30)
         first = world.checkpointers[0].timeline
         port = (cluster1.root("n0") / "port").read_text()
+        world.await_slots()  # or the rank would start an agent, too
         cluster1.kill("n0")  # all memory of the run is gone, but not what the store has counted
         cluster1.root("n0").mkdir(mode=0o700)
         (cluster1.root("n0") / "port").write_text(port)
@@ -331,7 +334,7 @@ def test_alone_without_torch_distributed_or_an_agent(tmp_path: Path) -> None:
         "restored = ckpt.restore(state)\n"
         "print('restored', restored.step if restored else None, state['p']['n'], flush=True)\n"
         "state['p']['n'] += 1\n"
-        "ckpt.save(restored.step + 1 if restored else 0, state)\n"
+        "ckpt.save(restored.step + 1 if restored else 0, state, patience_s=30)\n"
         # No close(): leaving the program must not lose the save.
     )
     environment = os.environ | {"ECCKPT_ROOT": str(root), "ECCKPT_NODE": "here"}

@@ -295,3 +295,49 @@ def test_alone_leaves_things_alike():
     assert alone.look("it") == b"x"
     alone.drop("it")
     assert alone.look("it") is None
+
+
+def test_who_waits_is_woken_by_what_is_left(meet_as):
+    one, other = meet_as(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.wait, "it", 30.0)
+        one.add("count", 1)  # beside it, on another connection
+        other.put("it", b"")
+        waiting.result(10)
+    one.wait("it", 30.0)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 1e-4, 0.1])
+def test_waiting_ends_without_it(meet_as, timeout_s):
+    (one,) = meet_as(1)
+    one.wait("it", timeout_s)
+    assert one.look("it") is None
+
+
+def test_waiting_for_a_store_that_is_gone_is_over_at_once():
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10))
+    meeting = StoreMeeting(other, 1, 2, SESSION)
+    del store
+    meeting.wait("it", 30.0)
+    with pytest.raises(RuntimeError):
+        meeting.add("count", 1)
+
+
+def test_a_store_that_cannot_be_cloned_is_looked_at_again_and_again():
+    meeting = StoreMeeting(dist.HashStore(), 0, 1, SESSION)
+    meeting._waiting = None  # as with torch 2.6
+    meeting.wait("it", 0.1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meeting.wait, "it", 30.0)
+        meeting.put("it", b"")
+        waiting.result(10)
+
+
+def test_alone_waits_for_its_own_threads():
+    alone = Alone()
+    alone.wait("it", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(alone.wait, "it", 30.0)
+        alone.put("it", b"x")
+        waiting.result(10)

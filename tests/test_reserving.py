@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from builders import generation, header
-from worlds import World, same_state, states_for
+from worlds import World, same_state, states_for, stopped
 
 from ecckpt import reserving, wire
 from ecckpt.errors import AgentUnreachable, Fenced, MemoryBudgetTooSmall
@@ -209,21 +207,32 @@ def test_an_agent_that_came_back_unnoticed_is_waited_for(agent):
         assert made.take(wish()).region == "region2"
 
 
+def test_with_a_deadline_there_is_no_slot_by_then_and_one_for_who_comes_next(agent):
+    agent.alive = False  # nobody looks
+    with reserver(agent, may_answer=False) as made:
+        assert made.take(wish(), time.monotonic() + 0.1) is None
+        assert made.waits_for == "waiting for this node's agent to make it"
+        assert made.take(wish(), time.monotonic()) is None
+        agent.may_answer.set()
+        assert made.take(wish(), time.monotonic() + 10).region == "region1"
+        assert len(agent.asked) == 1
+
+
+def test_with_a_deadline_a_dead_agent_is_waited_for_and_named(agent):
+    raised = threading.Event()
+    agent.answers = [AgentUnreachable("here", "refused")]
+    with reserver(agent, lambda: raised.wait(10)) as made:
+        assert made.take(wish(), time.monotonic() + 0.1) is None
+        assert "agent here: refused" in made.waits_for
+        raised.set()
+        assert made.take(wish(), time.monotonic() + 10).region == "region2"
+
+
 def test_waiting_ends_at_its_deadline_though_the_agent_lives(agent):
     assert while_alive(agent, time.sleep, timeout_s=0.3) is False
 
 
 # -- real agents ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def stopped(cluster: LocalCluster) -> Iterator[None]:
-    pid = cluster.client("n0").node().pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -233,7 +242,7 @@ def world(cluster1: LocalCluster, monkeypatch) -> Iterator[World]:
     with World(cluster1) as world:
         world.restore(states_for(1, seed=0))
         assert world.save(1, states_for(1, seed=1))[0].wait(30)
-        await_idle(world.checkpointers[0]._reserver)
+        world.await_slots()
         yield world
 
 
@@ -246,7 +255,7 @@ def restored(cluster: LocalCluster, elements: int = 20_000):
 
 def test_a_save_needs_no_word_from_its_agent(cluster1: LocalCluster, world: World) -> None:
     (state,) = states_for(1, seed=2)
-    with stopped(cluster1):
+    with stopped(cluster1, "n0"):
         (handle,) = world.save(2, [state])
         assert handle.staged
         assert not handle.done
@@ -254,36 +263,6 @@ def test_a_save_needs_no_word_from_its_agent(cluster1: LocalCluster, world: Worl
     step, found = restored(cluster1)
     assert step == 2
     assert same_state(found, state)
-
-
-def test_without_a_slot_a_hung_agent_costs_the_save_and_nothing_else(
-    cluster1: LocalCluster, world: World
-) -> None:
-    larger = states_for(1, seed=3, elements=100_000)
-    with stopped(cluster1):
-        (handle,) = world.save(2, larger)
-        assert isinstance(handle.error, AgentUnreachable)
-        assert not handle.staged
-        (again,) = world.save(3, larger)
-        assert isinstance(again.error, AgentUnreachable)
-    await_idle(world.checkpointers[0]._reserver)
-    assert world.save(4, larger)[0].wait(30)
-    step, found = restored(cluster1, elements=100_000)
-    assert step == 4
-    assert same_state(found, larger[0])
-
-
-def test_a_save_behind_one_that_hangs_is_given_up_and_the_first_is_kept(
-    cluster1: LocalCluster, world: World
-) -> None:
-    states = [states_for(1, seed=seed) for seed in (2, 3, 4)]
-    with stopped(cluster1):
-        (first,) = world.save(2, states[0])
-        (second,) = world.save(3, states[1])
-        assert isinstance(second.error, AgentUnreachable)
-        assert not first.done
-    assert first.wait(30)
-    assert world.save(4, states[2])[0].wait(30)
 
 
 def test_a_slot_of_an_agent_that_was_restarted_is_not_used(

@@ -82,7 +82,7 @@ for world in plan["worlds"]:
         if plan["save"]:
             for step in range(3):
                 train(state, step)
-            ckpt.save(2, state).wait(60)
+            ckpt.save(2, state, patience_s=60).wait(60)
         one = found[world] = {"digests": digests(state), "step": state["progress"]["step"]}
         if restored:
             parts = [t.to_local().nbytes for t in (state["big"], *state["model"].parameters())]
@@ -93,7 +93,7 @@ for world in plan["worlds"]:
             }
         if world == 2:  # the new world goes on: it commits, and comes back to its own
             train(state, 3)
-            ckpt.save(3, state).wait(60)
+            ckpt.save(3, state, patience_s=60).wait(60)
             after = digests(state)
             again = ckpt.restore(state)
             # From peers, since each of the two stored half of what is replicated.

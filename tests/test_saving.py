@@ -14,8 +14,10 @@ from builders import SESSION, generation
 from ecckpt import saving, wire
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
 from ecckpt.generation import ShardId
+from ecckpt.handle import SaveHandle
 from ecckpt.rendezvous import Alone, StoreMeeting
-from ecckpt.saving import Following, SaveHandle, Watcher
+from ecckpt.saving import Following, Watcher
+from ecckpt.telling import Teller
 
 GEN = generation()
 
@@ -30,6 +32,7 @@ class Agent:
     committed: set = field(default_factory=set)
     news: threading.Condition = field(default_factory=threading.Condition)
     address: str = "in this process"
+    waited_s: list = field(default_factory=list)
 
     def move(self, state, *problems):
         with self.news:
@@ -49,6 +52,7 @@ class Agent:
             return self.progress()
 
     def commit(self, run, gen):
+        self.waited_s.append(self.timeout_s)
         if self.refuse:
             raise self.refuse
         with self.news:
@@ -59,13 +63,13 @@ class Agent:
 class World:
     """A save of a few ranks, each with its watcher, agent and handle."""
 
-    def __init__(self, ranks, *, timeout_s=10.0, present=None, counted=True):
+    def __init__(self, ranks, *, timeout_s=10.0, present=None, counted=True, idle=()):
         self.store = dist.HashStore()
         self.meetings = [StoreMeeting(self.store, rank, ranks, SESSION) for rank in range(ranks)]
         self.agents = [Agent() for _ in range(ranks)]
         self.handles = [SaveHandle(GEN, GEN.step) for _ in range(ranks)]
         self.watchers = {
-            rank: Watcher(self.meetings[rank], self.agents[rank], self.agents)
+            rank: Watcher(self.meetings[rank], self.agents[rank], idle[rank::ranks])
             for rank in (range(ranks) if present is None else present)
         }
         self.timeout_s, self.counted = timeout_s, counted
@@ -76,6 +80,11 @@ class World:
         following = Following(self.handles[rank], shard, deadline_s, start, self.counted)
         self.watchers[rank].follow(following)
         return self.handles[rank]
+
+    def abandon(self, rank):
+        handle, deadline_s = self.handles[rank], time.monotonic() + self.timeout_s
+        handle.finish(SaveFailed("no snapshot"))
+        self.watchers[rank].abandon(handle, ShardId("test", GEN, rank), deadline_s)
 
     def follow_all(self):
         return [self.follow(rank) for rank in self.watchers]
@@ -103,7 +112,8 @@ class World:
 @pytest.fixture(autouse=True)
 def _quick_and_quiet(caplog, monkeypatch):
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(saving, "_WATCH_S", 0.05)
+    for name in ("_WATCH_S", "_SLICE_S", "_GRACE_S"):
+        monkeypatch.setattr(saving, name, 0.05)
 
 
 def outcome(handle):
@@ -175,7 +185,7 @@ def test_a_save_that_cannot_start_fails_all(raised, kind):
 def test_an_abandoned_shard_fails_the_others():
     with World(2) as world:
         handle = world.follow(0)
-        world.watchers[1].abandon(ShardId("test", GEN, 1))
+        world.abandon(1)
         world.agents[0].move("protected")
         assert outcome(handle) is SaveFailed
 
@@ -204,7 +214,7 @@ def test_a_single_process_commits_by_itself():
 # -- ranks and agents that die --------------------------------------------------------------------
 
 
-def test_whoever_completes_the_count_may_die_before_telling():
+def test_whoever_completes_the_count_may_die_before_waking_the_others():
     with World(3, present=[0, 1]) as world:
         handles = world.follow_all()
         for agent in world.agents[:2]:
@@ -215,15 +225,42 @@ def test_whoever_completes_the_count_may_die_before_telling():
         assert world.committed() == [True, True, False]
 
 
-def test_a_peer_that_cannot_be_told_stops_nobody():
-    with World(3) as world:
-        silent = Agent(refuse=AgentUnreachable("n9", "gone"))
-        world.agents.append(silent)  # a node that only holds fragments
+def test_agents_without_ranks_are_told_in_equal_shares():
+    idle = [Agent(address=f"idle {at}") for at in range(5)]
+    with World(2, idle=idle) as world:
         handles = world.follow_all()
-        for agent in world.agents[:3]:
+        for agent in world.agents:
             agent.move("protected")
-        assert [outcome(handle) for handle in handles] == [None] * 3
-        assert world.committed() == [True, True, True, False]
+        assert [outcome(handle) for handle in handles] == [None, None]
+        assert all(handle.wait_left(10) for handle in handles)
+        assert [len(agent.waited_s) for agent in (*world.agents, *idle)] == [1] * 7
+
+
+def test_an_idle_agent_that_cannot_be_told_stops_nobody_and_is_given_a_moment_the_next_time():
+    silent, other = Agent(refuse=AgentUnreachable("n9", "gone")), Agent(address="other")
+    teller, shard = Teller([silent, other]), ShardId("test", GEN, 0)
+    teller.tell(shard)
+    teller.tell(shard)
+    assert (silent.waited_s, silent.committed) == ([2.0, 0.1], set())
+    silent.refuse = None
+    teller.tell(shard)
+    teller.tell(shard)
+    assert silent.waited_s == [2.0, 0.1, 0.1, 2.0]
+    assert other.waited_s == [2.0] * 4
+    assert silent.committed == other.committed == {GEN}
+
+
+def test_an_agent_that_was_away_is_told_before_the_next_save_may_begin():
+    with World(2) as world:
+        handles = world.follow_all()
+        world.agents[0].refuse = AgentUnreachable("here", "gone")
+        for agent in world.agents:
+            agent.move("protected")
+        assert [outcome(handle) for handle in handles] == [None, None]
+        assert not any(handle.wait_left(0.3) for handle in handles)
+        world.agents[0].refuse = None
+        assert all(handle.wait_left(10) for handle in handles)
+        assert world.committed() == [True, True]
 
 
 def test_a_completed_count_stays_complete_whatever_the_completer_meets():

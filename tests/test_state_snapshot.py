@@ -52,7 +52,7 @@ def test_one_tag_per_checkpoint(cluster1: LocalCluster) -> None:
         checkpointer.restore(live)
         for step in range(8):
             tag(live, step)
-            handle = checkpointer.save(step, live)
+            handle = checkpointer.save(step, live, patience_s=30)
             tag(live, 1000 + step)  # while the save goes on
             if step % 3 == 0:
                 assert handle.wait(30)
@@ -88,7 +88,7 @@ def test_adamw_counters_are_of_the_same_step_as_moments_and_weights(
         for step in range(6):
             train()
             want = snapshot()
-            handle = checkpointer.save(step, state)
+            handle = checkpointer.save(step, state, patience_s=30)
             for _ in range(5):
                 train()
             assert handle.wait(30)

@@ -51,7 +51,7 @@ for step in range(restored.step + 1 if restored else 0, 8):
     progress["step"] = step
     progress["losses"].append(loss.item())
     if ckpt.due(step):
-        ckpt.save(step, state).wait(60)
+        ckpt.save(step, state, patience_s=60).wait(60)
     if "crash" in sys.argv and first_start and step == 5 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 ckpt.close()

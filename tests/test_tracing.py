@@ -59,7 +59,7 @@ def test_saves_and_restores_of_a_run_are_traced(tmp_path, capsys):
         root, agents = cluster.root("n0"), cluster.addresses()
         with ecckpt.Checkpointer("traced", code=(1, 1), root=root, agents=agents) as ckpt:
             assert ckpt.restore(state) is None
-            assert ckpt.save(5, state).wait(60)
+            assert ckpt.save(5, state, patience_s=60).wait(60)
         with ecckpt.Checkpointer("traced", code=(1, 1), root=root, agents=agents) as ckpt:
             assert ckpt.restore(state).step == 5
         out = tmp_path / "trace.json"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,8 +45,21 @@ class World:
     def restore(self, states: list[dict[str, Any]], **options: Any) -> list[Any]:
         return self.each(lambda rank: self.checkpointers[rank].restore(states[rank], **options))
 
-    def save(self, step: int, states: list[dict[str, Any]]) -> list[ecckpt.SaveHandle]:
-        return self.each(lambda rank: self.checkpointers[rank].save(step, states[rank]))
+    def save(
+        self, step: int, states: list[dict[str, Any]], *, patience_s: float = 30.0
+    ) -> list[ecckpt.SaveHandle]:
+        """Back to back, unlike in training: a test waits for what is not yet through."""
+        return self.each(
+            lambda rank: self.checkpointers[rank].save(step, states[rank], patience_s=patience_s)
+        )
+
+    def await_slots(self) -> None:
+        """Wait until a slot for the next save is there: no rank asks its agent for anything."""
+        for checkpointer in self.checkpointers:
+            reserver = checkpointer._saver._reserver
+            with reserver._news:
+                idle = reserver._news.wait_for(lambda each=reserver: each._wish is None, 10)
+            assert idle
 
     def close(self) -> None:
         for checkpointer in self.checkpointers:
@@ -69,3 +85,16 @@ def states_for(ranks: int, *, seed: int, elements: int = 20_000) -> list[dict[st
 
 def same_state(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return torch.equal(left["weights"], right["weights"]) and left["progress"] == right["progress"]
+
+
+@contextmanager
+def stopped(cluster: LocalCluster, *nodes: str) -> Iterator[None]:
+    """Agents that hang (SIGSTOP) and go on after that."""
+    pids = [cluster.client(node).node().pid for node in nodes]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)

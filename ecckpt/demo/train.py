@@ -30,6 +30,7 @@ from ecckpt.demo.corpus import Batches, corpus
 from ecckpt.demo.model import Gpt, Size
 
 PEER_TIMEOUT_S = 60.0
+SAVE_PATIENCE_S = 60.0
 WARMUP_STEPS = 5
 LEARNING_RATE = 3e-3
 BATCH = 4  # windows per rank and step
@@ -216,7 +217,8 @@ class Saver:
     def after(self, step: int) -> None:
         """Save if a save is due, and report how far the earlier ones have come."""
         if self._ckpt.due(step):
-            handle = self._ckpt.save(step, self._state)
+            # What is shown must not depend on how busy this one machine is.
+            handle = self._ckpt.save(step, self._state, patience_s=SAVE_PATIENCE_S)
             if not self._copied:
                 tensors = [*self._training.params(), *self._training.moments()]
                 self._copied["copy_s"] = _plain_copy_s(tensors)

@@ -1,4 +1,4 @@
-"""How a trainer saves: the order of requests of ``checkpointer.py``, with the rule of counting."""
+"""How a trainer saves: the order of requests of ``saver.py``, with the rule of counting."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING, Any
 from ecckpt import wire
 from ecckpt.counting import (
     POISON,
+    Await,
     Count,
+    Ended,
     GiveUp,
     Look,
+    Pause,
     Protected,
+    Share,
     Start,
     Step,
     Tell,
-    counter_of,
+    Wake,
+    give_up,
+    key_of,
     see_through,
+    wake_key_of,
 )
-from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
+from ecckpt.counting import Steps as Rule
+from ecckpt.errors import EcckptError, SaveFailed, SaveSkipped, SaveTimedOut
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.generation import Generation, ShardId
 from ecckpt.sim.world import Steps, Wait, sleep
@@ -28,6 +36,9 @@ if TYPE_CHECKING:
     from ecckpt.sim.rank import Rank
 
 _WATCH_S = 1.0
+_SLICE_S = 10.0
+_PAUSE_S = 0.25
+_PATIENCE_S = 0.05
 _COMMIT_TIMEOUT_S = 2.0
 _COPY_S = 0.5
 
@@ -36,11 +47,13 @@ LOCAL_TIMEOUT_S = 10.0
 
 @dataclass(eq=False, slots=True)
 class Saving:
-    """A save on its way."""
+    """A save on its way. ``left``: the next may begin."""
 
     shard: ShardId
     deadline_s: float
-    done: bool = False
+    message: wire.Protect | None = None
+    counted: bool = True
+    left: bool = False
     error: EcckptError | None = None
 
 
@@ -53,29 +66,39 @@ class Saver:
         self._session, self._world = rank.session, rank.world
         self._given_up: list[Generation] = []
 
+    @property
+    def error(self) -> EcckptError | None:
+        """Why the latest save failed, if it has."""
+        return self.latest.error if self.latest else None
+
     def save(self, step: int) -> Steps:
-        """Stage a step, behind the one before; the rest goes on by itself."""
+        """Stage a step unless the one before is under way; the rest goes on by itself."""
         session = self._session
         generation = Generation(self._rank.timeline, step, session.name)
         shard = ShardId(session.run, generation, self._rank.rank)
-        previous, deadline_s = self.latest, self._world.now_s + session.rules.save_timeout_s
+        previous = self.latest
+        self.latest = saving = Saving(shard, self._world.now_s + session.rules.save_timeout_s)
         try:
-            while previous is not None and not previous.done:
-                if self._world.now_s > deadline_s:
-                    raise SaveTimedOut(f"the save before {shard} is still not finished")
-                yield sleep(0.05)
-            if previous is not None and previous.error is None:
-                self._given_up.clear()
-            elif previous is not None:
-                self._given_up.append(previous.shard.generation)
+            if previous is not None and not previous.left:
+                yield sleep(_PATIENCE_S)
+                if not previous.left:
+                    raise SaveSkipped(step, "", unfinished=previous.shard.generation.step, age_s=0)
             yield from self._stage(shard)
         except EcckptError as error:
-            self.latest = Saving(shard, deadline_s, True, error)
-            self._rank.spawn(self._give_up(shard))
+            session.truth.failed(shard, error)
+            saving.error = error
+            if not isinstance(error, SaveSkipped):
+                self._given_up.append(generation)
+            self._rank.spawn(self._abandon(saving, previous))
             return
-        saving = Saving(shard, self._world.now_s + session.rules.save_timeout_s)
-        self.latest = saving
+        saving.deadline_s = self._world.now_s + session.rules.save_timeout_s
         self.follow(saving, session.targets(self._host.node), counted=True)
+
+    def _abandon(self, saving: Saving, previous: Saving | None) -> Steps:
+        """Behind the save before, as the one thread of ``saving.Watcher`` does it."""
+        while previous is not None and not previous.left:
+            yield sleep(_PATIENCE_S)
+        yield from self._go_through(saving, give_up(self._session.ranks))
 
     def _stage(self, shard: ShardId) -> Steps:
         session = self._session
@@ -105,7 +128,8 @@ class Saver:
     def follow(self, saving: Saving, targets: tuple[wire.Target, ...], *, counted: bool) -> None:
         """See a staged shard through; without ``counted`` it only has to be protected."""
         rules = self._session.rules
-        message = wire.Protect(
+        saving.counted = counted
+        saving.message = wire.Protect(
             saving.shard,
             self._rank.timeline,
             targets,
@@ -114,67 +138,102 @@ class Saver:
             0.5 * rules.save_timeout_s,
             tuple(self._given_up),
         )
-        self._rank.spawn(self._see_through(saving, message, counted=counted))
+        rule = see_through(saving.shard, self._session.ranks, counted=counted)
+        self._rank.spawn(self._go_through(saving, rule))
 
-    def _see_through(self, saving: Saving, message: wire.Protect, *, counted: bool) -> Steps:
-        steps = see_through(saving.shard, self._session.ranks, counted=counted)
+    def _go_through(self, saving: Saving, rule: Rule) -> Steps:
         try:
-            step = next(steps)
+            step = next(rule)
             while True:
                 try:
-                    result = yield from self._do(step, saving, message)
+                    result = yield from self._do(step, saving)
                 except EcckptError as error:
-                    step = steps.throw(error)
+                    step = rule.throw(error)
                 else:
-                    step = steps.send(result)
-        except StopIteration as end:
-            saving.error, saving.done = end.value, True
-        if counted and saving.error is None:
-            self._rank.spawn(self._rank.guard())  # again: the agent may have been replaced
-            self._session.truth.committed(self._host, saving.shard.generation)
+                    step = rule.send(result)
+        except StopIteration:
+            saving.left = True
 
-    def _do(self, step: Step, saving: Saving, message: wire.Protect) -> Steps:
+    def _do(self, step: Step, saving: Saving) -> Steps:
         shard, session = saving.shard, self._session
         match step:
             case Start():
-                yield self._rank.own(message)
+                yield self._rank.own(saving.message)
             case Look(state):
-                left_s = saving.deadline_s - self._world.now_s
-                if left_s <= 0:
-                    raise SaveTimedOut(f"{shard}: still {state} at its deadline")
-                return (yield self._watch(wire.Watch(shard, state, False, min(_WATCH_S, left_s))))
-            case Count(amount):
-                counter = counter_of(shard.generation)
-                return (yield from session.store(self._rank, lambda: session.add(counter, amount)))
-            case Tell(everybody=True):
-                yield from self._tell_all(wire.Commit(session.run, shard.generation))
+                wait_s = min(_WATCH_S, self._left_s(saving, state))
+                return (yield self._watch(wire.Watch(shard, state, False, wait_s)))
             case Tell():
                 yield self._rank.own(wire.Commit(session.run, shard.generation))
-            case GiveUp():
-                return (yield from self._give_up(shard))
+            case Share():
+                yield from self._tell_share(wire.Commit(session.run, shard.generation))
+            case Pause():
+                yield sleep(min(_PAUSE_S, self._left_s(saving, "committed")))
+            case Ended(error):
+                self._ended(saving, error)
+            case Count() | Wake() | Await() | GiveUp():
+                return (yield from self._meet(step, saving))
             case Protected():
                 pass
         return None
 
-    def _give_up(self, shard: ShardId) -> Steps:
-        session, counter = self._session, counter_of(shard.generation)
+    def _meet(self, step: Count | Wake | Await | GiveUp, saving: Saving) -> Steps:
+        session, generation = self._session, saving.shard.generation
+        match step:
+            case Count(counter, amount):
+                key = key_of(counter, generation)
+                return (yield from session.store(self._rank, lambda: session.add(key, amount)))
+            case Await(counter):
+                wait_s = min(_SLICE_S, self._left_s(saving, "protected"))
+                yield session.wait_for(wake_key_of(counter, generation), wait_s)
+            case Wake(counter):
+                word = wake_key_of(counter, generation)
+                try:
+                    yield from session.store(self._rank, lambda: session.leave(word))
+                except EcckptError:
+                    return None
+            case GiveUp():
+                return (yield from self._give_up(key_of("count", generation)))
+        return None
 
-        def give_up() -> bool:
+    def _give_up(self, counter: str) -> Steps:
+        session = self._session
+
+        def subtract() -> bool:
             if session.add(counter, 0) == session.ranks:
                 return False
             session.add(counter, -POISON)
             return True
 
         try:
-            return (yield from session.store(self._rank, give_up))
+            return (yield from session.store(self._rank, subtract))
         except EcckptError:
             return True
 
-    def _tell_all(self, message: wire.Commit) -> Steps:
-        others = [host for host in self._session.hosts.values() if host is not self._host]
-        for host in (self._host, *others):
+    def _ended(self, saving: Saving, error: EcckptError | None) -> None:
+        saving.error = error
+        if not saving.counted:
+            return
+        if error is not None:
+            self._given_up.append(saving.shard.generation)
+            self._session.truth.failed(saving.shard, error)
+            return
+        self._given_up.clear()
+        self._rank.archiver.committed(saving.shard.generation)
+        self._rank.spawn(self._rank.guard())  # again: the agent may have been replaced
+        self._session.truth.committed(self._host, saving.shard.generation)
+
+    def _left_s(self, saving: Saving, state: str) -> float:
+        left_s = saving.deadline_s - self._world.now_s
+        if left_s <= 0:
+            raise SaveTimedOut(f"{saving.shard}: still {state} at its deadline")
+        return left_s
+
+    def _tell_share(self, message: wire.Commit) -> Steps:
+        session = self._session
+        idle = [node for node in session.hosts if not session.local_ranks(node)]
+        for node in idle[self._rank.rank :: session.ranks]:
             try:
-                yield host.ask(self._host.node, message, _COMMIT_TIMEOUT_S)
+                yield session.hosts[node].ask(self._host.node, message, _COMMIT_TIMEOUT_S)
             except EcckptError:
                 continue
 

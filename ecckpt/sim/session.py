@@ -24,7 +24,10 @@ _STORE_S = 0.001
 
 
 class Session:
-    """Ranks and their store, which lives on the first rank's host; ``wanted`` is what it is for."""
+    """Ranks and their store, which lives on the first rank's host; ``wanted`` is what it is for.
+
+    ``required``: it may not begin from scratch.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Session:
         homes: list[str],
         placement: Placement,
         wanted: Wanted,
+        required: bool,
     ) -> None:
         self.name = f"{number:016x}"
         self.run, self.rules, self.seed = run, rules, seed
@@ -47,6 +51,7 @@ class Session:
         self.hosts, self.homes, self.placement = hosts, homes, placement
         self.ranks = len(homes)
         self.wanted = wanted
+        self.required = required
         self.nothing_left = False
         self.members = [Rank(self, rank, hosts[home]) for rank, home in enumerate(homes)]
         self._failed: set[int] = set()
@@ -54,6 +59,7 @@ class Session:
         self._board: dict[str, dict[int, Any]] = defaultdict(dict)
         self._answers: dict[str, Any] = {}
         self._waiting: dict[str, list[Process]] = defaultdict(list)
+        self._words: set[str] = set()
         self._paced: list[Process] = []
         self._local = Counter(homes)
 
@@ -106,6 +112,28 @@ class Session:
         """The store's atomic counter."""
         self._counters[counter] += amount
         return self._counters[counter]
+
+    def leave(self, word: str) -> None:
+        """Leave a word, and wake those who wait for it."""
+        self._words.add(word)
+        self._wake(word)
+
+    def wait_for(self, word: str, wait_s: float) -> Wait:
+        """Wait until that word is left, at most so long."""
+
+        def begin(process: Process) -> None:
+            if word in self._words:
+                self.world.after(self.world.rng.expovariate(1 / _STORE_S), process.resume, None)
+                return
+            self._waiting[word].append(process)
+            self.world.after(wait_s, self._stop_waiting, word, process)
+
+        return begin
+
+    def _stop_waiting(self, word: str, process: Process) -> None:
+        if process in self._waiting.get(word, ()):
+            self._waiting[word].remove(process)
+            process.resume(None)
 
     def store(self, member: Rank, act: Callable[[], Any]) -> Steps:
         """Do something in the store, in one step. ``SaveFailed`` if it cannot be reached."""

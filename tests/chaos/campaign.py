@@ -28,8 +28,8 @@ if __name__ == "__main__":
 from worlds import World, same_state, states_for
 
 from ecckpt import errors
+from ecckpt.handle import SaveHandle
 from ecckpt.recovery import plan_recovery
-from ecckpt.saving import SaveHandle
 from ecckpt.testing import LocalCluster
 
 Step = tuple[int, int]  # timeline, step

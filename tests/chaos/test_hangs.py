@@ -265,11 +265,11 @@ def test_a_store_that_hangs_keeps_nobody_for_ever(cluster1: LocalCluster) -> Non
         checkpointer.restore(state)
         assert checkpointer.save(1, state).wait(20)
         with stopped(server.pid):
-            handle = checkpointer.save(2, state)
+            handle = checkpointer.save(2, state, patience_s=20)
             checkpointer.close()
             assert isinstance(handle.error, errors.SaveTimedOut)
         deadline_s = time.monotonic() + 20
-        while checkpointer._watcher._thread.is_alive() and time.monotonic() < deadline_s:
+        while checkpointer._saver._watcher._thread.is_alive() and time.monotonic() < deadline_s:
             time.sleep(0.01)
     finally:
         os.killpg(server.pid, signal.SIGKILL)

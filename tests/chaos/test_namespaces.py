@@ -126,7 +126,7 @@ def test_a_home_that_loses_packets_fails_the_save_for_all_and_costs_no_older_one
         finally:
             net.heal("n5")
         # It is back, and with it a rank that knows nothing of what happened: fenced off.
-        late = world.checkpointers[0].save(4, states_for(RANKS, seed=4)[0])
+        late = world.checkpointers[0].save(4, states_for(RANKS, seed=4)[0], patience_s=30)
         assert late.wait_done(40)
         assert isinstance(late.error, errors.Fenced)
     with _world(net, run, homes, ["n6"]) as world:

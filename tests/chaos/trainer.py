@@ -39,7 +39,7 @@ def main() -> None:
         _say("restored", restored.step if restored else 0, ckpt.timeline, digest(state))
         for line in sys.stdin:
             step = int(line.split()[1])
-            handle = ckpt.save(step, state_of(step))
+            handle = ckpt.save(step, state_of(step), patience_s=20)
             _say("staged", step)
             handle.wait_done(30.0)
             if handle.committed:
