@@ -406,6 +406,7 @@ def test_new_regions_are_on_huge_pages(tier):
 
 
 def test_no_memory_for_a_thread_costs_no_region(tier, monkeypatch):
+    monkeypatch.setattr("ecckpt.tiers.memory.begin_huge", lambda descriptor, view: False)
     with monkeypatch.context() as short:
         short.setattr("threading.Thread.start", MagicMock(side_effect=RuntimeError))
         kept = take(tier, HUGE_PAGE_BYTES)
