@@ -138,6 +138,7 @@ class Restorer:
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
         self._after = after
+        self._agent_answers = False  # a moment ago
         self.leader = Leader(cluster, self._peers, session=meeting.session)
 
     def run(
@@ -223,9 +224,11 @@ class Restorer:
         """
         agent = replace(self._cluster.agent, timeout_s=_KNOWN_TIMEOUT_S)
         try:
-            return max(self._after, agent.inventory(self._cluster.run).fence)
+            fence = agent.inventory(self._cluster.run).fence
         except (EcckptError, OSError):
             return self._after
+        self._agent_answers = True
+        return max(self._after, fence)
 
     def _verdict(
         self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
@@ -279,8 +282,9 @@ class Restorer:
             return self._reshape(order, state)
         peers = self._reading_peers()
         for _ in range(2):
-            if not self._await_agent():
+            if not (self._agent_answers or self._await_agent()):
                 break
+            self._agent_answers = False
             try:
                 return self._through_agent(order)
             except AgentUnreachable as error:
