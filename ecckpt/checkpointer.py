@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ecckpt import agents as node_agents
+from ecckpt.archiving import Disks
 from ecckpt.asking import Asking
 from ecckpt.config import ClusterConfig, NodeConfig, named
 from ecckpt.errors import InvalidConfig
@@ -32,7 +33,7 @@ from ecckpt.saver import Saver
 from ecckpt.slots import Slots
 from ecckpt.staging import Ticket
 from ecckpt.state import ShardPlan
-from ecckpt.storing import Disks, Storer
+from ecckpt.storing import Storer
 from ecckpt.tracing import Tracer
 
 if TYPE_CHECKING:

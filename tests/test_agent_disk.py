@@ -135,7 +135,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(agent, monkeypatch):
         assert free.wait(20)
         return real(descriptor, data)
 
-    monkeypatch.setattr(disk_tier.os, "write", hang)
+    monkeypatch.setattr(os, "write", hang)
     size = {"shard_bytes": 400_000}
     old = keep(agent, gen=OLD, **size)
     assert store(agent, OLD, wait=False).waiting_bytes == old.header.file_bytes
@@ -165,7 +165,7 @@ def test_a_large_file_on_its_way_is_seen_to_move(agent, monkeypatch):
         seen.append(agent.store(wire.Store("test", NEW, 1 << 40, ())).waiting_bytes)
         return real(descriptor, data)
 
-    monkeypatch.setattr(disk_tier.os, "write", look)
+    monkeypatch.setattr(os, "write", look)
     store(agent)
     whole = entry.header.file_bytes
     assert seen[:5] == [whole, whole, whole - 100_000, whole - 200_000, whole - 300_000]

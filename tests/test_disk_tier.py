@@ -15,6 +15,7 @@ from ecckpt.errors import CorruptFragment, DiskBudgetTooSmall, DiskFull, Version
 from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 from ecckpt.tiers import disk
 from ecckpt.tiers.disk import DiskTier, write_small
+from ecckpt.tiers.volume import FileSystem
 
 
 @pytest.fixture
@@ -86,10 +87,10 @@ def steps_of(monkeypatch, *, until=None):
     def is_folder(descriptor):
         return "folder" if Path(f"/proc/self/fd/{descriptor}").is_dir() else "file"
 
-    watch(disk.os, "open", lambda *_: "open")
-    watch(disk.os, "posix_fallocate", lambda *_: "reserve")
-    watch(disk.os, "write", lambda *_: "write")
-    watch(disk.os, "fsync", lambda descriptor: f"flush {is_folder(descriptor)}")
+    watch(os, "open", lambda *_: "open")
+    watch(os, "posix_fallocate", lambda *_: "reserve")
+    watch(os, "write", lambda *_: "write")
+    watch(os, "fsync", lambda descriptor: f"flush {is_folder(descriptor)}")
     watch(Path, "rename", lambda *_: "rename")
     return seen
 
@@ -133,7 +134,7 @@ def test_dirty_pages_are_bounded(tier, monkeypatch):
     flushes = []
     real = os.fdatasync
     monkeypatch.setattr(disk, "_FLUSH_BYTES", 1 << 20)
-    monkeypatch.setattr(disk.os, "fdatasync", lambda file: flushes.append(1) or real(file))
+    monkeypatch.setattr(os, "fdatasync", lambda file: flushes.append(1) or real(file))
     keep(tier, header(shard_bytes=5 << 20), piece_bytes=256 << 10)
     assert len(flushes) == 5
 
@@ -161,7 +162,7 @@ def test_an_error_leaves_nothing_and_the_next_write_may_go_well(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk.os, call, fail)
+        patch.setattr(os, call, fail)
         with pytest.raises(raised):
             keep(tier, header())
     assert [path.name for path in tier.folder.iterdir()] == [older.path.name]
@@ -170,10 +171,10 @@ def test_an_error_leaves_nothing_and_the_next_write_may_go_well(
 
 
 def test_a_name_that_may_not_survive_is_taken_back(tier, monkeypatch):
-    def fail(folder):
+    def fail():
         raise OSError(errno.EIO, "input/output error")
 
-    monkeypatch.setattr(disk, "flush_folder", fail)
+    monkeypatch.setattr(FileSystem, "flush_names", lambda *_: fail())
     with pytest.raises(OSError, match="input/output"):
         keep(tier, header())
     assert list(tier.folder.iterdir()) == []
@@ -206,7 +207,7 @@ def test_short_writes_are_finished_and_a_size_limit_is_an_error(tier):
 
 def test_a_write_that_takes_little_at_a_time_writes_all(tier, monkeypatch):
     real = os.write
-    monkeypatch.setattr(disk.os, "write", lambda file, data: real(file, data[:1000]))
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:1000]))
     assert keep(tier, header()).path.read_bytes() == content_of(header())
 
 

@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 
-from ecckpt import cli, counting, ordering
+from ecckpt import archiving, cli, counting, ordering, recovery
 from ecckpt.agent import gathering, hold, ledger, ledgers, protect
 from ecckpt.agent.actions import Recycle
 from ecckpt.counting import Count, Tell
 from ecckpt.errors import AgentUnreachable
 from ecckpt.generation import Generation
 from ecckpt.recovery import RecoveryPlan
-from ecckpt.sim import agent, launching, leading, pulling, restoring, saving
+from ecckpt.retention import Keep
+from ecckpt.sim import agent, launching, leading, platter, pulling, restoring, saving
+from ecckpt.sim import simulate as simulating
 from ecckpt.sim.faults import NONE, Faults
 from ecckpt.sim.network import Network
+from ecckpt.sim.rules import Rules
 from ecckpt.sim.simulate import simulate
 from ecckpt.sim.world import Actor, Steps, World, sleep
 from ecckpt.tiers import accounts
+from ecckpt.tiers import disk as tiers_disk
 
 NODES = 64
 
@@ -34,13 +38,13 @@ def _failures(seeds: range, nodes: int) -> list[str]:
 # -- the real rules -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", range(0, 40, 10))
+@pytest.mark.parametrize("start", range(0, 200, 20))
 def test_no_seed_breaks_a_promise(start: int) -> None:
-    assert _failures(range(start, start + 10), NODES) == []
+    assert _failures(range(start, start + 20), NODES) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start", range(40, 200, 40))
+@pytest.mark.parametrize("start", range(200, 600, 40))
 def test_no_further_seed_breaks_a_promise(start: int) -> None:
     assert _failures(range(start, start + 40), NODES) == []
 
@@ -64,6 +68,22 @@ def test_runs_are_rolled_back_and_go_on_with_other_numbers_of_ranks() -> None:
     assert {each.violation for each in outcomes} == {""}
     assert sum(each.counts.roll_backs for each in outcomes) >= 5
     assert sum(each.counts.reshaped for each in outcomes) >= 5
+
+
+def test_disks_that_fail_cost_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else fails, so every save has to be committed (a rule that the simulator checks)."""
+    _has_no_memory_to_spare(monkeypatch)
+    outcomes = [simulate(seed, 12, DISKS) for seed in range(12)]
+    assert {each.violation for each in outcomes} == {""}
+    assert sum(each.injected for each in outcomes) > 300
+    assert sum(each.counts.stored for each in outcomes) >= 12
+
+
+def test_what_is_on_disk_comes_back_after_the_power_of_all() -> None:
+    outcomes = [simulate(seed, 12, POWER) for seed in range(12)]
+    assert {each.violation for each in outcomes} == {""}
+    assert sum(each.counts.stored for each in outcomes) >= 20
+    assert sum(each.counts.restores for each in outcomes) >= 20
 
 
 def test_requests_and_answers_are_lost_late_doubled_and_overtaken() -> None:
@@ -300,6 +320,109 @@ def _mixes_shards_of_two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordering, "sources_of", mixed)
 
 
+def _takes_what_was_left_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart knows of no roll-backs."""
+    monkeypatch.setattr(recovery, "abandoned_by", lambda *_: None)
+    _rule(monkeypatch, roll_back=0.5, disk_every=1, keep=Keep(3))
+
+
+def _keeps_roll_backs_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents write down what they are told of roll-backs, and do not say so later."""
+    inventory = ledger.Ledger.inventory
+    monkeypatch.setattr(
+        ledger.Ledger,
+        "inventory",
+        lambda self, node: replace(inventory(self, node), roll_backs=()),
+    )
+    _rule(monkeypatch, roll_back=0.5, disk_every=1, keep=Keep(3))
+
+
+def _rule(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Every run has these rules."""
+    draw = simulating._draw_rules
+
+    def drawn(*arguments: Any) -> Rules:
+        rules = draw(*arguments)
+        return replace(rules, **fields, disk_bytes=10 * rules.disk_bytes)
+
+    monkeypatch.setattr(simulating, "_draw_rules", drawn)
+
+
+def _does_not_flush_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platter._Draft, "flush", lambda *_: None)
+
+
+def _does_not_flush_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platter.Platter, "flush_names", lambda *_: None)
+
+
+def _overlooks_files_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what an earlier agent left, one file is not entered."""
+    found = tiers_disk.DiskTier.found
+    monkeypatch.setattr(tiers_disk.DiskTier, "found", lambda self: iter(list(found(self))[1:]))
+
+
+def _says_too_early_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archiving, "ranks_short", lambda *_, **__: ())
+
+
+def _removes_from_disk_what_is_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored before is removed before this is on disk everywhere."""
+    monkeypatch.setattr(
+        ledger.Ledger,
+        "to_store",
+        lambda self, generation: self.retain((generation,)) or to_store(self, generation),
+    )
+
+
+to_store = ledger.Ledger.to_store
+
+
+def _spends_what_it_likes_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is no limit, and nothing is removed."""
+    monkeypatch.setattr(tiers_disk.DiskTier, "check_room", lambda *_, **__: None)
+    monkeypatch.setattr(ledger.Ledger, "superseded", lambda _: [])
+
+
+def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_recovery = leading.plan_recovery
+
+    def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
+        return plan_recovery(run, [replace(each, disk=()) for each in inventories], **fields)
+
+    monkeypatch.setattr(leading, "plan_recovery", plan)
+
+
+def _has_no_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than two generations of one rank need, in a third of the seeds."""
+    draw = simulating._draw_rules
+
+    def drawn(*arguments: Any) -> Rules:
+        rules = draw(*arguments)
+        return replace(rules, disk_every=1, budget_bytes=rules.budget_bytes // 2)
+
+    monkeypatch.setattr(simulating, "_draw_rules", drawn)
+
+
+def _does_not_give_back_what_the_disk_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is lent to a slow disk is lent until that has done with it."""
+    _has_no_memory_to_spare(monkeypatch)
+    monkeypatch.setattr(ledgers.Ledgers, "recall", lambda *_: [])
+
+
+def _puts_two_fragments_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    _puts_two_fragments_on_a_node(monkeypatch)
+    _rule(monkeypatch, disk_every=1, roll_back=0.0, reshape=0.0)
+
+
+POWER = Faults(power_every_s=12.0, away_s=5.0, agent_kill_every_s=3.0)
+DISKS = Faults(
+    disk_rot_every_s=3.0,
+    disk_full_every_s=5.0,
+    disk_sick_every_s=5.0,
+    disk_slow_every_s=5.0,
+    disk_slow_s=20.0,
+)
 RESTARTS = Faults(rank_kill_every_s=5.0)
 SLOW = Faults(late=0.5, late_s=4.0, rank_kill_every_s=3.0)
 LOSSES = Faults(host_loss_every_s=6.0, burst=1.0, away_s=3.0)
@@ -338,6 +461,16 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
     (_refuses_at_once, "recovery", LOSSES_AND_NOISE),
     (_names_too_few_shards, "bytes", RESTARTS),
     (_mixes_shards_of_two_generations, "mixed", SLOW),
+    (_takes_what_was_left_on_purpose, "roll-back", RESTARTS),
+    (_keeps_roll_backs_to_itself, "roll-back", RESTARTS),
+    (_does_not_flush_files, "torn", NONE),
+    (_does_not_flush_names, "torn", NONE),
+    (_overlooks_files_on_disk, "adoption", POWER),
+    (_says_too_early_what_is_stored, "stored", DISKS),
+    (_removes_from_disk_what_is_newest, "retention", DISKS),
+    (_spends_what_it_likes_on_disk, "budget", NONE),
+    (_restores_from_memory_alone, "recovery", POWER),
+    (_does_not_give_back_what_the_disk_has, "disk", DISKS),
 ]
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 from builders import generation
 
-from ecckpt import storing, wire
+from ecckpt import archiving, storing, wire
+from ecckpt.archiving import Disks
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.fragment import HOME
 from ecckpt.lineage import RollBack
 from ecckpt.recovery import OnDisk
 from ecckpt.retention import Keep
-from ecckpt.storing import Disks, Storer
+from ecckpt.storing import Storer
 
 GEN = generation()
 
@@ -53,9 +54,9 @@ def whole(ranks=2, indices=(0, 1, 2)):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(storing, "replace", lambda peer, **_: peer)
-    monkeypatch.setattr(storing, "_ROUND_LEAST_S", 0.001)
-    monkeypatch.setattr(storing, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(storing, "_GRACE_LEAST_S", 0.05)
+    monkeypatch.setattr(archiving, "_ROUND_LEAST_S", 0.001)
+    monkeypatch.setattr(archiving, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(archiving, "_GRACE_LEAST_S", 0.05)
 
 
 def run(peers, *gens, every=1, keep=None, stored=(), seen=None, roll_backs=(), least=3, ranks=2):
@@ -83,7 +84,7 @@ class Watched(Storer):
 
     def is_idle(self):
         with self._changed:
-            return self._thread is None or (self.free and self._due is None)
+            return self._thread is None or (self.free and self._archivist.due is None)
 
 
 def _idle(storer):

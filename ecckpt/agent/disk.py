@@ -21,7 +21,8 @@ from ecckpt.agent.store import TAKEN_BACK
 from ecckpt.errors import InvalidMessage, NotHeld
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.generation import check_name
-from ecckpt.tiers.disk import DiskFile, DiskTier, write_small
+from ecckpt.tiers.disk import FILES, DiskFile, DiskTier, write_small
+from ecckpt.tiers.volume import Volume
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ class Found:
 class Disk:
     """Files under ``folder``, which is this node's own."""
 
-    def __init__(self, folder: Path, *, node: str) -> None:
+    def __init__(self, folder: Path, *, node: str, volume: Volume = FILES) -> None:
         self.folder = folder
         self._node = node
+        self._volume = volume
         self._tier: DiskTier | None = None
 
     @property
@@ -56,16 +58,18 @@ class Disk:
 
     def adopt(self) -> Found:
         """Find what is here. What cannot be read is left where it is and named, never deleted."""
-        self._tier = DiskTier(self.folder, node=self._node)
-        (self.folder / "runs").mkdir(mode=0o700, exist_ok=True)
+        volume = self._volume
+        self._tier = DiskTier(self.folder, node=self._node, volume=volume)
+        volume.make_folder(self.folder / "runs")
         found = Found()
-        for path in sorted((self.folder / "runs").glob("*.state")):
+        for path in volume.found(self.folder / "runs", ".state"):
             with _guarded(found, path):
-                _check_regular(path)
-                found.notes[check_name("run", path.stem)] = _read_notes(path)
+                self._check_regular(path)
+                raw = volume.read(path, 0, _STATE_LIMIT_BYTES)
+                found.notes[check_name("run", path.stem)] = unpack_notes(raw, path.name)
         for path in self._tier.found():
             with _guarded(found, path):
-                _check_regular(path)
+                self._check_regular(path)
                 adopted = self._tier.adopt(path)
                 check_name("run", adopted.header.shard.run)
                 found.files.append(adopted)
@@ -89,8 +93,12 @@ class Disk:
 
     def record(self, run: str, notes: Notes) -> Notes:
         """Write down what must outlive the memory; returns it."""
-        write_small(self.folder / "runs" / f"{run}.state", pack_notes(notes))
+        write_small(self.folder / "runs" / f"{run}.state", pack_notes(notes), self._volume)
         return notes
+
+    def _check_regular(self, path: Path) -> None:
+        if not self._volume.is_file(path):
+            raise InvalidMessage(f"{path.name} is no regular file")
 
 
 def calm() -> None:
@@ -110,16 +118,6 @@ def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
             raise NotHeld(TAKEN_BACK)
         yield buffer[:length]
         storing.copied_bytes = start + length
-
-
-def _check_regular(path: Path) -> None:
-    if not path.is_file():
-        raise InvalidMessage(f"{path.name} is no regular file")
-
-
-def _read_notes(path: Path) -> Notes:
-    with path.open("rb") as file:
-        return unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
 
 
 @contextmanager

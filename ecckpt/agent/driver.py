@@ -64,7 +64,6 @@ from ecckpt.agent.shelf import Shelf
 from ecckpt.agent.verify import verdict_on
 from ecckpt.errors import EcckptError, NotHeld
 from ecckpt.generation import ShardId
-from ecckpt.recovery import UNREADABLE_DISK
 from ecckpt.tracing import Tracer
 
 if TYPE_CHECKING:
@@ -73,8 +72,6 @@ if TYPE_CHECKING:
     from ecckpt.tiers.disk import DiskFile
 
 _log = logging.getLogger(__name__)
-
-_READING = "disk, for now"
 
 _THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16, Ask: 8}
 
@@ -115,7 +112,7 @@ class Driver:
         if self._disk is None:
             return
         with self.changed:
-            self.core.ledgers.rejected[_READING] = "still being read"
+            self.core.ledgers.await_disk()
         reading = self._pools[Write].submit(self._disk.adopt)
         reading.add_done_callback(self._adopted)
         wait([reading], patience_s)
@@ -123,17 +120,16 @@ class Driver:
     def _adopted(self, reading: Future[Found]) -> None:
         with self.changed:
             ledgers = self.core.ledgers
-            del ledgers.rejected[_READING]
             try:
                 ledgers.adopt_disk(reading.result())
             except Exception as error:
-                ledgers.rejected[UNREADABLE_DISK] = str(error)
+                ledgers.lose_disk(str(error))
                 _log.exception("the disk cannot be read")
 
     @property
     def reading(self) -> bool:
         """Whether what is on disk is still being read."""
-        return _READING in self.core.ledgers.rejected
+        return self.core.ledgers.awaits_disk
 
     def begin(self) -> None:
         """Take up what needs no request."""

@@ -14,11 +14,14 @@ from ecckpt.agent.ledger import Entry, Ledger, Notes
 from ecckpt.errors import NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.generation import Generation, ShardId, check_name
+from ecckpt.recovery import UNREADABLE_DISK
 
 if TYPE_CHECKING:
     from ecckpt.agent.disk import Found
     from ecckpt.tiers.disk import DiskFile
     from ecckpt.tiers.memory import Region
+
+_READING = "disk, for now"
 
 
 class Ledgers:
@@ -181,8 +184,23 @@ class Ledgers:
         ledger.files[shard, file.header.index] = file
         ledger.damaged.pop((shard, file.header.index), None)
 
+    def await_disk(self) -> None:
+        """The disk is still being read: nobody takes absence for proof meanwhile."""
+        self.rejected[_READING] = "still being read"
+
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether it is."""
+        return _READING in self.rejected
+
+    def lose_disk(self, why: str) -> None:
+        """The disk cannot be read."""
+        self.rejected.pop(_READING, None)
+        self.rejected[UNREADABLE_DISK] = why
+
     def adopt_disk(self, found: Found) -> None:
         """What an earlier process left on disk."""
+        self.rejected.pop(_READING, None)
         self.rejected.update(found.rejected)
         for run, notes in found.notes.items():
             ledger = self.of(run)

@@ -24,13 +24,16 @@ from ecckpt.agent.actions import (
     Large,
     Post,
     Pull,
+    Record,
     Recycle,
     Refuse,
     Remember,
+    Remove,
     Reply,
     Seal,
     Small,
     Wake,
+    Write,
 )
 from ecckpt.agent.coding import (
     bad_blocks,
@@ -42,12 +45,15 @@ from ecckpt.agent.coding import (
 )
 from ecckpt.agent.core import Core
 from ecckpt.errors import EcckptError
+from ecckpt.sim.hand import Hand
 from ecckpt.sim.network import Answer, answering
 from ecckpt.sim.pulling import Puller
 from ecckpt.sim.world import Actor, Steps
+from ecckpt.tiers.disk import DiskFile
 
 if TYPE_CHECKING:
     from ecckpt.sim.host import Host
+    from ecckpt.tiers.memory import Region
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
@@ -65,11 +71,19 @@ class Agent(Actor):
         self.node = host.node
         self._puller = Puller(host.node, self.world, host.cluster.network, host.cluster.hosts)
         self.memory = host.memory
-        self.core = Core(node=host.node, address=host.node, budget_bytes=host.cluster.budget_bytes)
+        self.core = Core(
+            node=host.node,
+            address=host.node,
+            budget_bytes=host.cluster.budget_bytes,
+            disk=host.platter is not None,
+        )
         for action in self.memory.adopt(self.core.ledgers):
             assert isinstance(action, Recycle)
             self._settle(action)
         self.host.cluster.witness.adopted(host, self.core.ledgers)
+        self.hand = Hand(self, host.platter) if host.platter is not None else None
+        if self.hand is not None:
+            self.hand.adopt()
         self._watching: list[tuple[wire.Watch, Answer]] = []
 
     # -- driving the core -------------------------------------------------------------------------
@@ -127,8 +141,11 @@ class Agent(Actor):
                 self.spawn(self._post(action))
             case Ask():
                 self.spawn(self._ask(action))
-            case _:
-                raise AssertionError(f"{type(action).__name__}: there are no disks here")
+            case Write() | Remove() | Record():
+                assert self.hand is not None
+                if isinstance(action, Remove):
+                    self.host.cluster.witness.removing(self.host, action.files)
+                self.hand.take(action)
 
     def _allocate(self, action: Allocate, asker: Answer | None) -> None:
         try:
@@ -202,6 +219,13 @@ class Agent(Actor):
         views = data_views(header, region) + parity_views(header, fetching.parity)
         gathering, rebuilt = yield from self._puller.gather(message, views, table)
         return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+
+    def read(self, source: Region | DiskFile, offset: int, size_bytes: int) -> bytearray:
+        """Some bytes of what it has, for whoever asks."""
+        if isinstance(source, DiskFile):
+            assert self.hand is not None
+            return self.hand.read(source, offset, size_bytes)
+        return bytearray(source.view[offset : offset + size_bytes])
 
     # -- requests that only look ------------------------------------------------------------------
 

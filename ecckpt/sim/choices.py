@@ -14,6 +14,7 @@ class Choices:
     def __init__(self) -> None:
         self._made: list[RollBack] = []
         self._noted: dict[str, tuple[RollBack, ...]] = {}
+        self._recorded: dict[str, tuple[RollBack, ...]] = {}
 
     def made(self, timeline: int, target: Generation) -> None:
         """A timeline began there, on purpose."""
@@ -23,9 +24,19 @@ class Choices:
         """A node has written down these."""
         self._noted[node] = roll_backs
 
-    def forgotten(self, node: str) -> None:
-        """A node has lost what it wrote down."""
-        self._noted.pop(node, None)
+    def recorded(self, node: str, roll_backs: tuple[RollBack, ...]) -> None:
+        """A node has written down these on disk."""
+        self._recorded[node] = roll_backs
+
+    def forgotten(self, node: str, *, disk: bool) -> None:
+        """A node has lost what it wrote down, but for what is on disk if it has that still."""
+        if disk:
+            self._recorded.pop(node, None)
+        self._noted[node] = self._recorded.get(node, ())
+
+    def left(self, generation: Generation) -> bool:
+        """Whether anybody ever went back before it."""
+        return any(each.abandons(generation) for each in self._made)
 
     def abandoned(self, generation: Generation, nodes: Collection[str]) -> RollBack | None:
         """What abandons a generation as far as these nodes know: then a restart may not take it."""

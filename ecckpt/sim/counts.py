@@ -11,12 +11,14 @@ class Counts:
 
     ``restores`` are starts that went on, new ones included; ``roll_backs`` those of them that
     somebody named a generation for, ``reshaped`` those on another number of ranks than had saved.
+    ``stored`` are generations that all were told are on disk.
     """
 
     commits: int = 0
     restores: int = 0
     roll_backs: int = 0
     reshaped: int = 0
+    stored: int = 0
 
     def add(self, other: Counts) -> None:
         """Count those of another run as well."""

@@ -15,6 +15,10 @@ class Faults:
     ``_every_s`` is the mean time between two such faults somewhere in the cluster, 0 for never; the
     other times say how long they last at most. ``one_way`` is the share of partitions that let
     messages through in one direction, ``burst`` that of losses which take m holders along.
+
+    Only where there are disks: ``power`` is that of the whole cluster, ``reboot`` the share of
+    losses after which a host is back with its disk; disks rot, are full, fail at all they are asked
+    (sick), or take up to ``disk_slow_s`` for each thing.
     """
 
     drop: float = 0.0
@@ -36,6 +40,21 @@ class Faults:
     away_s: float = 0.0
     rot_every_s: float = 0.0
     full_every_s: float = 0.0
+    power_every_s: float = 0.0
+    reboot: float = 0.0
+    disk_rot_every_s: float = 0.0
+    disk_full_every_s: float = 0.0
+    disk_sick_every_s: float = 0.0
+    disk_slow_every_s: float = 0.0
+    disk_slow_s: float = 0.0
+
+    @property
+    def of_disks_alone(self) -> bool:
+        """Whether disks can fail and nothing else, so that every save has to go well."""
+        ours = ("disk_", "away_s", "late_s", "partition_s", "stall_s", "one_way", "burst", "reboot")
+        there = [each.name for each in fields(self) if getattr(self, each.name)]
+        on_disk = any(name.startswith("disk_") for name in there)
+        return on_disk and all(name.startswith(ours) for name in there)
 
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -71,4 +90,11 @@ def draw(rng: Random) -> Faults:
         away_s=rng.uniform(1.0, 60.0),
         rot_every_s=sometimes(2.0, 50.0),
         full_every_s=sometimes(10.0, 100.0),
+        power_every_s=sometimes(15.0, 90.0),
+        reboot=rng.choice([0.0, 0.5]),
+        disk_rot_every_s=sometimes(2.0, 50.0),
+        disk_full_every_s=sometimes(10.0, 100.0),
+        disk_sick_every_s=sometimes(10.0, 100.0),
+        disk_slow_every_s=sometimes(10.0, 60.0),
+        disk_slow_s=rng.uniform(1.0, 20.0),
     )

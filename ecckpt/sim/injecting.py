@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ecckpt.sim.faults import NONE, Faults
 from ecckpt.sim.host import Cluster, Host
 from ecckpt.sim.launching import Launcher
+from ecckpt.sim.platter import Platter
 
 
 class Injector:
@@ -31,6 +32,7 @@ class Injector:
             (faults.rank_stall_every_s, self._stall_rank),
             (faults.rot_every_s, self._rot),
             (faults.full_every_s, self._fill),
+            *(self._disk_faults() if self._cluster.disks else ()),
         ):
             if every_s:
                 self._again(every_s, inject)
@@ -42,6 +44,19 @@ class Injector:
         self._cluster.network.mend()
         for host in self._cluster.hosts.values():
             host.memory.full = False
+            if host.platter is not None:
+                host.platter.mend()
+            host.see_to_disk()
+
+    def _disk_faults(self) -> list[tuple[float, Callable[[], None]]]:
+        faults = self._faults
+        return [
+            (faults.power_every_s, self._cut_power),
+            (faults.disk_rot_every_s, self._rot_disk),
+            (faults.disk_full_every_s, self._fill_disk),
+            (faults.disk_sick_every_s, self._sicken_disk),
+            (faults.disk_slow_every_s, self._slow_disk),
+        ]
 
     def _again(self, every_s: float, inject: Callable[[], None]) -> None:
         def happen() -> None:
@@ -81,12 +96,16 @@ class Injector:
                 for node in self._rng.sample(holders, min(len(holders), self._launcher.rules.m))
             ]
         for host in hosts:
-            self._lose(host)
+            self._lose(host, disk=not self._world.chance(self._faults.reboot))
 
-    def _lose(self, host: Host) -> None:
+    def _cut_power(self) -> None:
+        for host in self._cluster.hosts.values():
+            self._lose(host, disk=False)
+
+    def _lose(self, host: Host, *, disk: bool) -> None:
         if not host.on:
             return
-        host.lose()
+        host.lose(disk=disk)
         self._launcher.end_ranks(lambda member: member.host is host)
 
         def back() -> None:
@@ -115,3 +134,31 @@ class Injector:
             memory.full = False
 
         self._world.after(self._rng.uniform(1.0, 20.0), drain)
+
+    # -- disks ------------------------------------------------------------------------------------
+
+    def _platter(self) -> Platter:
+        platter = self._host().platter
+        assert platter is not None
+        return platter
+
+    def _rot_disk(self) -> None:
+        self._launcher.truth.rot_disk(self._rng, self._cluster.hosts)
+
+    def _fill_disk(self) -> None:
+        platter = self._platter()
+        platter.full = True
+        self._mend_later(platter)
+
+    def _sicken_disk(self) -> None:
+        platter = self._platter()
+        platter.sick = True
+        self._mend_later(platter)
+
+    def _slow_disk(self) -> None:
+        platter = self._platter()
+        platter.slow_s = self._faults.disk_slow_s
+        self._mend_later(platter)
+
+    def _mend_later(self, platter: Platter) -> None:
+        self._world.after(self._rng.uniform(1.0, 20.0), platter.mend)

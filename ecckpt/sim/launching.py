@@ -24,13 +24,21 @@ class Launcher(Actor):
     """
 
     def __init__(
-        self, cluster: Cluster, rules: Rules, *, seed: int, ranks: int, sizes: list[int]
+        self,
+        cluster: Cluster,
+        rules: Rules,
+        *,
+        seed: int,
+        ranks: int,
+        sizes: list[int],
+        strict: bool,
     ) -> None:
         super().__init__(cluster.world)
         self.session: Session | None = None
         self.lost = -1
         self.rules = rules
         self._before = Counts()
+        self._strict = strict
         self._cluster, self._seed = cluster, seed
         self._code = Code(rules.k, rules.m, rules.k + rules.m)
         self._ranks, self._sizes = ranks, sizes
@@ -46,11 +54,6 @@ class Launcher(Actor):
         counts.add(self._before)
         counts.add(self.truth.counts)
         return counts
-
-    @property
-    def commits(self) -> int:
-        """Of all runs so far."""
-        return self._before.commits + self.truth.counts.commits
 
     def end_ranks(self, chosen: Callable[[Rank], bool]) -> None:
         """Kill those ranks, of whatever session."""
@@ -81,6 +84,9 @@ class Launcher(Actor):
                 if not frozen and network.passes("launcher", member.host.node):
                     member.kill()
             yield sleep(rng.uniform(0.5, 3.0))
+            for host in hosts.values():
+                if session.nothing_left:
+                    host.see_to_disk()
             if session.nothing_left and (self.truth.safe is None or self.truth.is_lost()):
                 self._before.add(self.truth.counts)
                 self.end_ranks(lambda _: True)
@@ -91,7 +97,7 @@ class Launcher(Actor):
     def _new_run(self) -> Truth:
         """What a person does when nothing is left: give the run another name."""
         self.lost += 1
-        return Truth(f"sim{self.lost + 1}", least=self.rules.least, survived=self.rules.m + 1)
+        return Truth(f"sim{self.lost + 1}", self.rules, strict=self._strict)
 
     def _sees(self, host: Host) -> bool:
         agent = host.agent
@@ -117,6 +123,8 @@ class Launcher(Actor):
             homes=homes,
             placement=plan_placement(nodes, self._code),
             wanted=self._wanted(hosts),
+            # Nodes may be away, and the others know nothing of what is on their disks.
+            required=self._cluster.disks and self.truth.counts.commits > 0,
         )
 
     def _wanted(self, hosts: Mapping[str, Host]) -> Wanted:

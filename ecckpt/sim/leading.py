@@ -11,7 +11,7 @@ from ecckpt.errors import EcckptError, Fenced, NoRoomToRestore
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack, in_force
 from ecckpt.ordering import Ground, Outcome, Refusals, judge, orders, passes_over
-from ecckpt.recovery import Inventory, RecoveryPlan, plan_recovery
+from ecckpt.recovery import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recovery
 from ecckpt.sim.world import Failure, Steps, together
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ class Leader:
     """Leads the one restore of a session."""
 
     def __init__(self, rank: Rank) -> None:
+        self.roll_backs: tuple[RollBack, ...] = ()
+        self.on_disk = OnDisk()
         self._rank, self._session, self._node = rank, rank.session, rank.host.node
         self._timeline = 0
-        self._roll_backs: tuple[RollBack, ...] = ()
         self._refusals = Refusals()
         self._asked_again = False
         self._silent: set[str] = set()
@@ -44,7 +45,7 @@ class Leader:
             session.truth.chosen(chosen, self._answering, session.wanted)
         if plan.chosen is None:
             rejected = plan.generations or plan.ruins or self._silent
-            if rejected or session.wanted.named:
+            if rejected or session.wanted.named or session.required:
                 session.nothing_left = not session.wanted.named
                 raise Failure("nothing to restore")
             session.truth.begins(self._timeline, None)
@@ -65,9 +66,10 @@ class Leader:
                 session.truth.refused(generation, self._answering, verdict.failed)
             if verdict.go:
                 named = session.wanted.named
+                session.truth.decides(generation)
                 if named:
                     went_back = RollBack(self._timeline, generation)
-                    self._roll_backs = in_force((*self._roll_backs, went_back))
+                    self.roll_backs = in_force((*self.roll_backs, went_back))
                     _require_unfenced((yield from self._tell(generation)))
                 else:
                     self._rank.spawn(self._tell(generation))
@@ -86,7 +88,9 @@ class Leader:
             generation=session.wanted.generation,
             refused=self._refusals.refused,
         )
-        self._roll_backs = plan.roll_backs
+        self.roll_backs = plan.roll_backs
+        if session.rules.disk_every:
+            self.on_disk = on_disk(session.run, inventories)
         return plan
 
     def _begin(self, known: list[int]) -> Steps:
@@ -111,7 +115,7 @@ class Leader:
         return (yield from self._answers(wire.Begin(session.run, timeline, session.name)))
 
     def _tell(self, restored: Generation) -> Steps:
-        message = wire.Fence(self._session.run, self._timeline, restored, self._roll_backs)
+        message = wire.Fence(self._session.run, self._timeline, restored, self.roll_backs)
         return (yield from self._answers(message))
 
     def _answers(self, message: wire.Begin | wire.Fence) -> Steps:

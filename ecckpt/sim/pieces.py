@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -25,28 +25,26 @@ class Piece:
 
 
 class Pieces:
-    """By place and by shard."""
+    """By place and by shard; ``wrong`` are blocks that have rotted on a node, ever."""
 
     def __init__(self) -> None:
-        self._at: dict[tuple[str, str], Piece] = {}
+        self._on: dict[str, dict[str, Piece]] = defaultdict(dict)
         self._of: dict[ShardId, list[Piece]] = defaultdict(list)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return iter(self._at.values())
+        self.wrong: dict[tuple[str, ShardId, int], set[tuple[int, int]]] = defaultdict(set)
 
     def add(self, piece: Piece) -> None:
         """A file is complete; it takes the place of one of the same name."""
         self.pop(piece.node, piece.name)
-        self._at[piece.node, piece.name] = piece
+        self._on[piece.node][piece.name] = piece
         self._of[piece.header.shard].append(piece)
 
     def find(self, node: str, name: str) -> Piece | None:
         """The piece in that place."""
-        return self._at.get((node, name))
+        return self._on[node].get(name)
 
     def pop(self, node: str, name: str) -> Piece | None:
         """It is gone, if it was there."""
-        piece = self._at.pop((node, name), None)
+        piece = self._on[node].pop(name, None)
         if piece is not None:
             left = self._of[piece.header.shard]
             left.remove(piece)
@@ -56,7 +54,7 @@ class Pieces:
 
     def on(self, node: str) -> list[Piece]:
         """Those of a host."""
-        return [piece for piece in self._at.values() if piece.node == node]
+        return list(self._on[node].values())
 
     def of(self, shard: ShardId) -> list[Piece]:
         """Those of a shard."""
@@ -68,9 +66,10 @@ class Pieces:
 
     def rot(self, rng: Random, view_of: Callable[[Piece], memoryview]) -> None:
         """Flip a bit of some file: in a block, or in what says what it is."""
-        if not self._at:
+        pieces = [piece for each in self._on.values() for piece in each.values()]
+        if not pieces:
             return
-        piece = rng.choice(list(self._at.values()))
+        piece = rng.choice(pieces)
         header = piece.header
         if rng.random() < 0.2:
             at = rng.randrange(SUPERBLOCK_BYTES - 4)
@@ -81,6 +80,7 @@ class Pieces:
             fragment, offset = divmod(within, header.fragment_bytes)
             index = fragment if header.index == HOME else header.index
             piece.rotten.add((index, offset // header.block_bytes))
+        self.wrong[piece.node, header.shard, header.index] |= piece.rotten
         view_of(piece)[at] ^= 1 << rng.randrange(8)
 
 

@@ -16,11 +16,12 @@ from ecckpt import wire
 from ecckpt.agent.coding import bad_blocks, rebuild
 from ecckpt.agent.gathering import Gathering
 from ecckpt.blocks import span_of
-from ecckpt.errors import EcckptError, TooFewFragments
+from ecckpt.errors import AgentUnreachable, EcckptError, TooFewFragments
 from ecckpt.fragment import parse_table
 from ecckpt.generation import ShardId
 from ecckpt.sim.network import Network, answering
 from ecckpt.sim.world import Process, Steps, Wait, World, together
+from ecckpt.tiers.disk import DiskFile
 
 if TYPE_CHECKING:
     from ecckpt.sim.agent import Agent
@@ -39,13 +40,18 @@ class Puller:
     hosts: Mapping[str, Host]
 
     def read(self, address: str, shard: ShardId, index: int) -> Wait:
-        """The bytes of a fragment, from another agent; now and then a bit flips on the way."""
+        """The bytes of a fragment, from another agent; now and then a bit flips on the way.
+
+        Or, on disk, it cannot be read at the moment.
+        """
 
         def serve(agent: Agent) -> bytearray:
-            region, offset, size_bytes = agent.core.ledgers.locate(shard, index)
-            data = bytearray(region.view[offset : offset + size_bytes])  # type: ignore[union-attr]
+            source, offset, size_bytes = agent.core.ledgers.locate(shard, index)
+            data = agent.read(source, offset, size_bytes)
             if self.world.chance(self.network.faults.flip):
                 self.network.injected += 1
+                if isinstance(source, DiskFile) and self.world.chance(0.5):
+                    raise AgentUnreachable(address, "its disk cannot be read")
                 data[self.world.rng.randrange(size_bytes)] ^= 1 << self.world.rng.randrange(8)
             return data
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ecckpt.errors import EcckptError
+from ecckpt.errors import EcckptError, Fenced
 from ecckpt.generation import Generation
 from ecckpt.ordering import guard_of
+from ecckpt.sim.archiving import Archiver
 from ecckpt.sim.host import Host
 from ecckpt.sim.restoring import Restorer
 from ecckpt.sim.saving import LOCAL_TIMEOUT_S, Saver
-from ecckpt.sim.world import Actor, Steps, Wait
+from ecckpt.sim.world import Actor, Failure, Steps, Wait
 
 if TYPE_CHECKING:
     from ecckpt.sim.session import Session
@@ -29,6 +30,7 @@ class Rank(Actor):
         self.session, self.rank, self.host = session, rank, host
         self.timeline = 0
         self.parent: Generation | None = None
+        self.archiver = Archiver(self)
         self.saver = Saver(self)
 
     def main(self) -> Steps:
@@ -39,6 +41,8 @@ class Rank(Actor):
             yield self.session.pace(self)
             yield from self.saver.save(step)
             step += 1
+            if isinstance(self.saver.error, Fenced):
+                raise Failure("replaced by a restart, and must end")
 
     def guard(self) -> Steps:
         """Have this node's agent watch over its home copies."""

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 from ecckpt import wire
 from ecckpt.agent.coding import bad_blocks, data_views
 from ecckpt.client import AgentClient
-from ecckpt.errors import CorruptFragment, EcckptError, MemoryBudgetTooSmall, TmpfsFull
+from ecckpt.errors import (
+    AgentUnreachable,
+    CorruptFragment,
+    EcckptError,
+    MemoryBudgetTooSmall,
+    TmpfsFull,
+)
 from ecckpt.fragment import SUPERBLOCK_BYTES, Header
 from ecckpt.ordering import Order, Outcome, ShardSources
 from ecckpt.reading import Peers
@@ -45,6 +51,7 @@ class Restorer:
             )
             rank.timeline = order.timeline
             if order.header is None:
+                self._begin_archive(order)
                 return 0
             parts, outcome = None, Outcome("ok", "")
             try:
@@ -60,6 +67,7 @@ class Restorer:
                 start = Start(order.timeline, session.name, session.ranks)
                 session.truth.loaded(start, rank.rank, generation, parts or [])
                 rank.parent = generation
+                self._begin_archive(order)
                 if order.repair:
                     self._protect_again(order, order.header)
                 return generation.step + 1
@@ -73,19 +81,37 @@ class Restorer:
         except EcckptError:
             return 0
 
+    def _begin_archive(self, order: Order) -> None:
+        leader = self._leader
+        self._rank.archiver.begin(order.timeline, leader.on_disk, leader.roll_backs)
+
     def _protect_again(self, order: Order, header: Header) -> None:
         deadline_s = self._rank.world.now_s + self._session.rules.save_timeout_s
         self._rank.saver.follow(Saving(header.shard, deadline_s), order.repair, counted=False)
 
     def _bring(self, order: Order) -> Steps:
         """The parts of shards that this rank goes on from."""
-        header, rules = order.header, self._session.rules
+        header = order.header
         assert header is not None
         if order.shards:
             return (yield from self._reshape(order))
+        for _ in range(2):
+            if not (yield from self._await_agent()):
+                break
+            try:
+                return [Part(header.shard, 0, (yield from self._through_agent(order)))]
+            except AgentUnreachable:
+                continue
+        fragments = {each.index: each.addresses for each in order.sources}
+        data = yield from self._read(order, ShardSources(header, (), fragments))
+        return [Part(header.shard, 0, data)]
+
+    def _through_agent(self, order: Order) -> Steps:
+        header, rules = order.header, self._session.rules
+        assert header is not None
         if order.local:
             try:
-                return [Part(header.shard, 0, (yield from self._proven(header)))]
+                return (yield from self._proven(header))
             except EcckptError:
                 pass  # peers will have it
         fetch = wire.Fetch(
@@ -96,9 +122,10 @@ class Restorer:
             0.8 * rules.restore_timeout_s,
         )
         yield self._host.ask(self._host.node, fetch, 0.9 * rules.restore_timeout_s)
-        return [Part(header.shard, 0, (yield from self._proven(header)))]
+        return (yield from self._proven(header))
 
     def _await_agent(self) -> Steps:
+        """Whether this node's agent answers, now or soon."""
         patience_s, world = self._session.rules.patience_s, self._rank.world
         deadline_s = world.now_s + patience_s
         here = answering(lambda agent: agent.node)
@@ -108,7 +135,8 @@ class Restorer:
             except EcckptError:
                 yield sleep(0.1)
             else:
-                return
+                return True
+        return False
 
     def _proven(self, header: Header) -> Steps:
         """The shard's bytes at home, every block checked."""

@@ -7,6 +7,7 @@ from hashlib import shake_128
 
 from ecckpt.fragment import HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
+from ecckpt.retention import Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class Rules:
     """Of all sessions of a run.
 
     ``roll_back`` and ``reshape`` are how likely a session goes back to a generation by name, and
-    how likely it has another number of ranks than the one before.
+    how likely it has another number of ranks than the one before. Without ``disk_every`` there are
+    no disks.
     """
 
     k: int
@@ -28,6 +30,9 @@ class Rules:
     guarded: bool
     roll_back: float
     reshape: float
+    disk_every: int
+    disk_bytes: int
+    keep: Keep
 
     def __str__(self) -> str:
         habits = "".join(
@@ -35,6 +40,8 @@ class Rules:
             for name, value in (("roll_back", self.roll_back), ("reshape", self.reshape))
             if value
         )
+        if self.disk_every:
+            habits += f", disk_every={self.disk_every}, {self.keep}"
         return f"RS({self.k}, {self.m}){habits}"
 
     @property

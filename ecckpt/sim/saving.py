@@ -66,6 +66,11 @@ class Saver:
         self._session, self._world = rank.session, rank.world
         self._given_up: list[Generation] = []
 
+    @property
+    def error(self) -> EcckptError | None:
+        """Why the latest save failed, if it has."""
+        return self.latest.error if self.latest else None
+
     def save(self, step: int) -> Steps:
         """Stage a step unless the one before is under way; the rest goes on by itself."""
         session = self._session
@@ -80,6 +85,7 @@ class Saver:
                     raise SaveSkipped(step, "", unfinished=previous.shard.generation.step, age_s=0)
             yield from self._stage(shard)
         except EcckptError as error:
+            session.truth.failed(shard, error)
             saving.error = error
             if not isinstance(error, SaveSkipped):
                 self._given_up.append(generation)
@@ -209,8 +215,10 @@ class Saver:
             return
         if error is not None:
             self._given_up.append(saving.shard.generation)
+            self._session.truth.failed(saving.shard, error)
             return
         self._given_up.clear()
+        self._rank.archiver.committed(saving.shard.generation)
         self._rank.spawn(self._rank.guard())  # again: the agent may have been replaced
         self._session.truth.committed(self._host, saving.shard.generation)
 

@@ -24,7 +24,10 @@ _STORE_S = 0.001
 
 
 class Session:
-    """Ranks and their store, which lives on the first rank's host; ``wanted`` is what it is for."""
+    """Ranks and their store, which lives on the first rank's host; ``wanted`` is what it is for.
+
+    ``required``: it may not begin from scratch.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Session:
         homes: list[str],
         placement: Placement,
         wanted: Wanted,
+        required: bool,
     ) -> None:
         self.name = f"{number:016x}"
         self.run, self.rules, self.seed = run, rules, seed
@@ -47,6 +51,7 @@ class Session:
         self.hosts, self.homes, self.placement = hosts, homes, placement
         self.ranks = len(homes)
         self.wanted = wanted
+        self.required = required
         self.nothing_left = False
         self.members = [Rank(self, rank, hosts[home]) for rank, home in enumerate(homes)]
         self._failed: set[int] = set()

@@ -11,6 +11,7 @@ from random import Random
 
 from ecckpt.agent.sizes import steady_bytes
 from ecckpt.generation import Generation, ShardId
+from ecckpt.retention import Keep
 from ecckpt.sim.counts import Counts
 from ecckpt.sim.faults import Faults, draw
 from ecckpt.sim.host import Host, Witness
@@ -18,12 +19,13 @@ from ecckpt.sim.injecting import Injector
 from ecckpt.sim.launching import Launcher
 from ecckpt.sim.network import Network
 from ecckpt.sim.rules import Rules
-from ecckpt.sim.truth import Violation
+from ecckpt.sim.violation import Violation
 from ecckpt.sim.world import World
 
 _CALM_S = 15.0  # until something is committed
 _FAULTS_S = 60.0
 _QUIET_S = 300.0
+_LOOK_S = 1.0
 _CODES = ((1, 1), (2, 1), (3, 2), (4, 2))
 
 
@@ -61,7 +63,15 @@ class Simulation:
         self.ranks = rng.choice(sizes)
         self.rules = _draw_rules(rng, k, m)
         self.budget_bytes = self.rules.budget_bytes
-        self.launcher = Launcher(self, self.rules, seed=seed, ranks=self.ranks, sizes=sizes)
+        self.disks = bool(self.rules.disk_every)
+        self.launcher = Launcher(
+            self,
+            self.rules,
+            seed=seed,
+            ranks=self.ranks,
+            sizes=sizes,
+            strict=self.faults.of_disks_alone,
+        )
         racks = rng.choice([nodes, max(1, nodes // 4)])
         self.hosts = {f"n{at}": Host(f"n{at}", f"rack{at % racks}", self) for at in range(nodes)}
         self._injector = Injector(self, self.launcher, self.faults)
@@ -105,14 +115,18 @@ class Simulation:
         self._injector.end()
         since = self.launcher.counts
         end_s = self.world.now_s + _QUIET_S
-        self.world.run(end_s, ended=lambda: self._is_well(since))
+        while self.world.now_s < end_s and not self._is_well(since):
+            self.world.run(self.world.now_s + _LOOK_S)
         if not self._is_well(since):
             raise Violation(
                 "liveness", f"{_QUIET_S:g} s after the last fault there is no whole generation"
             )
 
     def _is_well(self, since: Counts) -> bool:
-        return self.launcher.commits > since.commits and self.launcher.truth.is_whole()
+        now = self.launcher.counts
+        if now.commits <= since.commits or (self.disks and now.stored <= since.stored):
+            return False
+        return self.launcher.truth.is_whole()
 
 
 def _draw_rules(rng: Random, k: int, m: int) -> Rules:
@@ -126,13 +140,21 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
         save_timeout_s=rng.choice([20.0, 60.0]),
         restore_timeout_s=rng.choice([20.0, 40.0]),
         guarded=rng.random() < 0.5,
-        roll_back=rng.choice([0.0, 0.0, 0.3]),
+        roll_back=rng.choice([0.0, 0.0, 0.5]),
         reshape=rng.choice([0.0, 0.0, 0.5]),
+        disk_every=rng.choice([0, 0, 1, 2]),
+        disk_bytes=0,
+        keep=Keep(rng.choice([1, 2, 3])),
     )
     some = ShardId("sim", Generation(1, 0, "0" * 16), 0)
     header = rules.header(some, ranks=1, home="n0", parent=None)
     need_bytes = steady_bytes(header, local_ranks=2, holders=k + m)
-    return replace(rules, budget_bytes=int(need_bytes * rng.choice([1.0, 1.5, 4.0])))
+    stored_bytes = 2 * (header.file_bytes + (k + m) * header.at(0).file_bytes)
+    return replace(
+        rules,
+        budget_bytes=int(need_bytes * rng.choice([1.0, 1.5, 4.0])),
+        disk_bytes=(rules.keep.last + 2) * stored_bytes * rng.choice([1, 4]),
+    )
 
 
 def simulate(seed: int, nodes: int, faults: Faults | None = None) -> Outcome:

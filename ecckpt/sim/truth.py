@@ -22,20 +22,16 @@ from ecckpt.ordering import Wanted
 from ecckpt.sim.choices import Choices
 from ecckpt.sim.counts import Counts
 from ecckpt.sim.pieces import Piece, Pieces, restorable, whole
+from ecckpt.sim.rules import Rules
+from ecckpt.sim.stored import Stored, name_of
+from ecckpt.sim.violation import Violation
 
 if TYPE_CHECKING:
     from ecckpt.sim.host import Host
+    from ecckpt.tiers.disk import DiskFile
     from ecckpt.tiers.memory import Region
 
 _REMEMBERED = 4  # generations of whose bytes a copy is kept, beyond the safe one
-
-
-class Violation(Exception):
-    """A promise was broken: ``kind`` names it."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
-        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +63,24 @@ class Loaded:
 
 
 class Truth:
-    """Of one run. ``least`` is how many fragments a commit needs, ``survived`` m + 1."""
+    """Of one run; ``strict``: nothing but disks can fail, so no save may."""
 
-    def __init__(self, run: str, *, least: int, survived: int) -> None:
+    def __init__(self, run: str, rules: Rules, *, strict: bool) -> None:
         self.run = run
         self.safe: Generation | None = None
         self.counts = Counts()
-        self._least, self._survived = least, survived
+        self._least, self._survived, self._strict = rules.least, rules.m + 1, strict
         self._ranks: dict[Generation, int] = {}
         self._saved: dict[ShardId, bytes] = {}
         self._pieces = Pieces()
+        self._stored = Stored(run, self._pieces, rules)
         self._choices = Choices()
         self._sealed: dict[ShardId, set[int]] = defaultdict(set)
         self._owed: dict[ShardId, list[Piece]] = {}
         self._committed: set[Generation] = set()
         self._timeline = 0
         self._begun_at: Generation | None = None
+        self._decided: Generation | None = None  # to go on from, which agents may know before us
         self._loaded: dict[Start, Loaded] = {}
 
     # -- what agents do ---------------------------------------------------------------------------
@@ -100,9 +98,11 @@ class Truth:
         if piece is None:
             return
         shard = piece.header.shard
-        before = self._restorable(shard)
+        before = restorable(self._pieces.of(shard))
         self._pieces.pop(host.node, action.region.name)
-        if shard.generation == self.safe and before and not self._restorable(shard):
+        if not before or shard.generation != self.safe or self._is_leaving():
+            return
+        if not restorable(self._pieces.of(shard)):
             raise Violation(
                 "retention", f"{host.node} gave up the last of {shard}, which nothing replaces"
             )
@@ -117,6 +117,11 @@ class Truth:
 
     def decided(self, host: Host, event: Event) -> None:
         """An agent has handled an event: no commit of a writer that is fenced off."""
+        if isinstance(event, wire.Retain) and event.run == self.run:
+            if event.writer >= self._timeline:
+                shards = self._shards(event.generations[-1])
+                self.counts.stored += self._stored.retained(event, shards)
+            return
         if not isinstance(event, wire.Commit) or event.run != self.run:
             return
         assert host.agent is not None
@@ -134,21 +139,58 @@ class Truth:
     def allocated(self, host: Host, action: Allocate) -> None:
         """A region was given to a task: what the run occupies is within its budget."""
         used_bytes = host.memory.used_bytes[action.run]
-        budget_bytes = action.budget_bytes or host.cluster.budget_bytes
+        budget_bytes = host.cluster.budget_bytes
         if used_bytes > budget_bytes:
             raise Violation("budget", f"{host.node}: {used_bytes} of {budget_bytes} bytes")
 
+    def written(self, host: Host, file: DiskFile, message: wire.Store) -> None:
+        """A file is said to be on disk."""
+        self._stored.written(host, file, message)
+
+    def looked(self, host: Host, ledgers: Ledgers) -> None:
+        """An agent has entered what is on its disk."""
+        self._stored.looked(host, ledgers)
+
+    def blinded(self, host: Host) -> None:
+        """An agent does not know what is on its disk."""
+        self._stored.blinded(host)
+
+    def removing(self, host: Host, files: Iterable[DiskFile]) -> None:
+        """Files on disk are about to go."""
+        self._stored.removing(host, files, self._choices.left)
+
+    def removed(self, host: Host, files: Iterable[DiskFile]) -> None:
+        """They are gone."""
+        self._stored.removed(host, files)
+
+    def recorded(self, host: Host, run: str, notes: Notes) -> None:
+        """An agent has written down on disk what it knows of a run."""
+        if run == self.run:
+            self._choices.recorded(host.node, notes.roll_backs)
+
     # -- what faults do ---------------------------------------------------------------------------
 
-    def lost(self, host: Host) -> None:
-        """A host's memory is gone."""
-        self._choices.forgotten(host.node)
+    def lost(self, host: Host, *, disk: bool) -> None:
+        """A host's memory is gone, and with ``disk`` its disk."""
+        self._choices.forgotten(host.node, disk=disk)
+        if disk:
+            self._stored.lost(host)
         for piece in self._pieces.on(host.node):
             self._pieces.pop(host.node, piece.name)
 
     def rot(self, rng: Random, hosts: Mapping[str, Host]) -> None:
         """Flip a bit of some complete file."""
         self._pieces.rot(rng, lambda piece: hosts[piece.node].memory.files[piece.name].view)
+
+    def rot_disk(self, rng: Random, hosts: Mapping[str, Host]) -> None:
+        """Flip a bit of some file on a disk."""
+
+        def view(piece: Piece) -> memoryview:
+            platter = hosts[piece.node].platter
+            assert platter is not None
+            return platter.view(name_of(piece))
+
+        self._stored.pieces.rot(rng, view)
 
     # -- what trainers do -------------------------------------------------------------------------
 
@@ -162,6 +204,11 @@ class Truth:
         """One of so many ranks has put these bytes into its slot."""
         self._saved[shard] = data
         self._ranks[shard.generation] = ranks
+
+    def failed(self, shard: ShardId, error: Exception) -> None:
+        """A save was given up."""
+        if self._strict and shard.run == self.run:
+            raise Violation("disk", f"{shard} was not saved, and only disks failed: {error}")
 
     def committed(self, host: Host, generation: Generation) -> None:
         """A trainer on that host was told that a generation is committed."""
@@ -203,16 +250,35 @@ class Truth:
             return
         if generation is not None and (left := self._choices.abandoned(generation, answering)):
             raise Violation("roll-back", f"{generation} was chosen, after going back to {left}")
+        self._check_stored(generation, answering)
         if self.safe is None or (generation is not None and generation >= self.safe):
             return
         if self._choices.abandoned(self.safe, answering):
             return  # whoever was told that it is wanted again is away
-        shards = self._shards(self.safe)
-        if all(self._restorable(shard, answering) for shard in shards):
-            raise Violation("recovery", f"{generation} was chosen, {self.safe} could be restored")
-        for shard in shards:
-            if not self._restorable(shard, answering):
+        for shard in self._reach(self.safe, answering, instead_of=generation):
+            if not self._is_leaving():
                 self._check_margin(shard, answering)
+
+    def _is_leaving(self) -> bool:
+        """Whether agents may know of another generation to go on from than the safe one."""
+        return self._decided not in (None, self._begun_at)
+
+    def _check_stored(self, generation: Generation | None, answering: Collection[str]) -> None:
+        """What agents were told is on disk: the newest is chosen, or something newer."""
+        told = [e for e in self._stored.told if not self._choices.abandoned(e, answering)]
+        if told and (generation is None or generation < told[-1]):
+            for shard in self._reach(told[-1], answering, instead_of=generation):
+                self._stored.check_margin(shard, answering)
+
+    def _reach(
+        self, wanted: Generation, nodes: Collection[str], *, instead_of: Generation | None
+    ) -> list[ShardId]:
+        """The shards that those nodes lack; if that is none, it should have been chosen."""
+        lost = [each for each in self._shards(wanted) if not self._restorable(each, nodes)]
+        if not lost and self._shards(wanted):
+            text = f"{instead_of} was chosen, {wanted} could be restored"
+            raise Violation("recovery", text)
+        return lost
 
     def refused(self, generation: Generation, answering: Collection[str], why: str) -> None:
         """All ranks pass over a generation: not the safe one while it could be had."""
@@ -245,6 +311,10 @@ class Truth:
                 raise Violation("bytes", text)
             self.counts.reshaped += self._ranks[generation] != start.ranks
 
+    def decides(self, generation: Generation) -> None:
+        """All ranks can have it, and agents are about to hear that they go on from it."""
+        self._decided = generation
+
     def begins(
         self, timeline: int, generation: Generation | None, *, on_purpose: bool = False
     ) -> None:
@@ -253,6 +323,7 @@ class Truth:
             return  # stopped in between, and fenced off without knowing
         # An equal one begins where all who answer have lost their memory, and the others are away.
         self._timeline, self._begun_at = timeline, generation
+        self._decided = generation
         if on_purpose and generation is not None:
             self._choices.made(timeline, generation)
             self.counts.roll_backs += 1
@@ -264,9 +335,11 @@ class Truth:
     # -- looking ----------------------------------------------------------------------------------
 
     def is_lost(self) -> bool:
-        """Whether no host has the safe generation any more, whatever it says."""
-        return self.safe is not None and not all(
-            self._restorable(shard) for shard in self._shards(self.safe)
+        """Whether no host has the safe generation any more, nor what was told to be on disk."""
+        promised = [self.safe] if self.safe is not None else []
+        promised += self._stored.told[-1:]
+        return bool(promised) and not any(
+            all(self._restorable(shard) for shard in self._shards(each)) for each in promised
         )
 
     def is_whole(self) -> bool:
@@ -280,8 +353,12 @@ class Truth:
         return [ShardId(self.run, generation, rank) for rank in range(ranks)]
 
     def _restorable(self, shard: ShardId, nodes: Collection[str] | None = None) -> bool:
-        """Whether the pieces on these nodes (None: all) suffice for every row of a shard."""
-        pieces = self._pieces.of(shard)
+        """Whether the pieces on these nodes suffice for every row of a shard.
+
+        None: all, also those on disks that cannot be read at the moment.
+        """
+        on_disk = self._stored.pieces if nodes is None else self._stored
+        pieces = [*self._pieces.of(shard), *on_disk.of(shard)]
         return restorable([each for each in pieces if nodes is None or each.node in nodes])
 
     def _check_margin(self, shard: ShardId, answering: Collection[str]) -> None:
@@ -300,6 +377,8 @@ class Truth:
         """Drop the bytes of generations that nobody can want any more."""
         kept = set(sorted(self._ranks)[-_REMEMBERED:])
         kept |= {shard.generation for shard in self._pieces.shards()}
+        kept |= {shard.generation for shard in self._stored.pieces.shards()}
+        self._stored.forget(kept)
         tables: tuple[dict[ShardId, Any], ...] = (self._saved, self._sealed, self._owed)
         for table in tables:
             for shard in [each for each in table if each.generation not in kept]:

@@ -35,14 +35,14 @@ class World:
         self.events += 1
         heapq.heappush(self._queue, (self.now_s + delay_s, self.events, act, arguments))
 
-    def run(self, until_s: float, *, ended: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass, until then or until ``ended``."""
+    def run(self, until_s: float) -> None:
+        """Let time pass until then."""
         queue = self._queue
-        while queue and queue[0][0] <= until_s and not ended():
+        while queue and queue[0][0] <= until_s:
             self.now_s, order, act, arguments = heapq.heappop(queue)
             self.digest = zlib.crc32(_TIME.pack(self.now_s) + order.to_bytes(8), self.digest)
             act(*arguments)
-        self.now_s = max(self.now_s, until_s) if not ended() else self.now_s
+        self.now_s = max(self.now_s, until_s)
 
     def note(self, text: str) -> None:
         """Let something else that was decided count in the digest."""

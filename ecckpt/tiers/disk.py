@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import secrets
 import threading
 from collections import defaultdict
@@ -30,11 +29,14 @@ from ecckpt.fragment import (
     parse_superblock,
     parse_table,
 )
+from ecckpt.tiers.volume import FileSystem, Volume
 
 _SUFFIX = ".ecckpt"
 _DRAFT_SUFFIX = ".draft"
 # Flushed this often, so that no burst of dirty pages holds up the rest of the machine at the end.
 _FLUSH_BYTES = 64 << 20
+
+FILES = FileSystem()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,19 +60,19 @@ class DiskTier:
     ``OSError``: the disk may be gone at any time.
     """
 
-    def __init__(self, folder: Path, *, node: str) -> None:
+    def __init__(self, folder: Path, *, node: str, volume: Volume = FILES) -> None:
         self._node = node
+        self._volume = volume
         self.folder = folder / "files"
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        volume.make_folder(self.folder)
         self._lock = threading.Lock()
         self._used_bytes: dict[str, int] = defaultdict(int)
-        for draft in self.folder.glob(f"*{_DRAFT_SUFFIX}"):  # nobody else writes here: left over
-            draft.unlink()
+        for draft in volume.found(self.folder, _DRAFT_SUFFIX):  # nobody else writes here: left over
+            volume.remove(draft)
 
     def default_budget_bytes(self) -> int:
         """Half of the file system: what a run may use unless told otherwise."""
-        size = os.statvfs(self.folder)
-        return size.f_frsize * size.f_blocks // 2
+        return self._volume.room(self.folder)[0] // 2
 
     def used_bytes(self, run: str) -> int:
         """Bytes of the run's files."""
@@ -104,11 +106,11 @@ class DiskTier:
         draft = self.folder / f"{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
         try:
             self._write_draft(draft, header, payload, table)
-            replaced = path.exists()
-            draft.rename(path)
+            replaced = self._volume.is_file(path)
+            self._volume.rename(draft, path)
         except BaseException as error:
             with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+                self._volume.remove(draft)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._full(header.file_bytes) from error
             raise
@@ -116,7 +118,7 @@ class DiskTier:
         if not replaced:
             self._count(file, 1)
         try:
-            flush_folder(self.folder)
+            self._volume.flush_names(self.folder)
         except OSError:
             with contextlib.suppress(OSError):
                 self.discard(file)  # it may be gone after a loss of power: so it is not there
@@ -125,95 +127,66 @@ class DiskTier:
 
     def found(self) -> Iterator[Path]:
         """Files that lie in the tier's folder, known or not."""
-        return iter(sorted(self.folder.glob(f"*{_SUFFIX}")))
+        return iter(self._volume.found(self.folder, _SUFFIX))
 
     def adopt(self, path: Path) -> DiskFile:
         """A file that is there, by its content; payload unread.
 
         Raises ``CorruptFragment`` or ``VersionMismatch`` if it is not a complete file of ours.
         """
-        with path.open("rb") as file:
-            header = parse_superblock(file.read(SUPERBLOCK_BYTES), path.name)
-            if header is None:
-                raise CorruptFragment(f"{path.name}: begins like no file of ours")
-            if path.stat().st_size != header.file_bytes:  # before believing its numbers
-                raise CorruptFragment(
-                    f"{path.name}: {path.stat().st_size} bytes, {header.file_bytes} expected"
-                )
-            file.seek(header.trailer_offset)
-            table = parse_table(file.read(header.trailer_bytes), header, path.name)
-        found = DiskFile(path, header, table)
+        volume = self._volume
+        header = parse_superblock(volume.read(path, 0, SUPERBLOCK_BYTES), path.name)
+        if header is None:
+            raise CorruptFragment(f"{path.name}: begins like no file of ours")
+        size_bytes = volume.size_bytes(path)
+        if size_bytes != header.file_bytes:  # before believing its numbers
+            raise CorruptFragment(f"{path.name}: {size_bytes} bytes, {header.file_bytes} expected")
+        trailer = volume.read(path, header.trailer_offset, header.trailer_bytes)
+        found = DiskFile(path, header, parse_table(trailer, header, path.name))
         self._count(found, 1)
         return found
 
     def discard(self, file: DiskFile) -> None:
         """Remove a file. That it is gone may be forgotten by a loss of power."""
-        with contextlib.suppress(FileNotFoundError):
-            file.path.unlink()
+        self._volume.remove(file.path)
         self._count(file, -1)
 
     def _write_draft(
         self, draft: Path, header: Header, payload: Iterable[Buffer], table: np.ndarray
     ) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(draft, flags, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, header.file_bytes)  # all of it, or none is written
-            _write_all(descriptor, pack_superblock(header))
+        with self._volume.draft(draft, header.file_bytes) as file:
+            file.write(pack_superblock(header))
             written = unflushed = 0
             for piece in payload:
-                _write_all(descriptor, piece)
+                file.write(piece)
                 written += len(piece)
                 unflushed += len(piece)
                 if unflushed >= _FLUSH_BYTES:
-                    os.fdatasync(descriptor)
+                    file.flush_data()
                     unflushed = 0
             assert written == header.payload_bytes, f"{written} bytes of {header.payload_bytes}"
-            _write_all(descriptor, pack_table(table))
-            os.fsync(descriptor)
-            # What was written is not read soon; the page cache is for others.
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+            file.write(pack_table(table))
+            file.flush()
 
     def _count(self, file: DiskFile, sign: int) -> None:
         with self._lock:
             self._used_bytes[file.header.shard.run] += sign * file.size_bytes
 
     def _free_bytes(self) -> int:
-        size = os.statvfs(self.folder)
-        return size.f_frsize * size.f_bavail
+        return self._volume.room(self.folder)[1]
 
     def _full(self, need_bytes: int) -> DiskFull:
         return DiskFull(str(self.folder), need_bytes=need_bytes, free_bytes=self._free_bytes())
 
 
-def flush_folder(folder: Path) -> None:
-    """Make sure that names in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_small(path: Path, content: bytes) -> None:
+def write_small(path: Path, content: bytes, volume: Volume = FILES) -> None:
     """Replace a small file as a whole; on return it survives a loss of power."""
     draft = path.with_name(f"{path.name}{_DRAFT_SUFFIX}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        _write_all(descriptor, content)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    draft.rename(path)
-    flush_folder(path.parent)
-
-
-def _write_all(descriptor: int, data: Buffer) -> None:
-    view = memoryview(data).cast("B")
-    while view:  # a disk near its limit, or a file-size limit, writes less than asked
-        view = view[os.write(descriptor, view) :]
+    with volume.draft(draft) as file:
+        file.write(content)
+        file.flush()
+    volume.rename(draft, path)
+    volume.flush_names(path.parent)
 
 
 def _piece(header: Header) -> str:
