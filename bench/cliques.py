@@ -15,7 +15,6 @@ What of it needs a GPU (0.4.1), and so is not run:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,9 +26,11 @@ import torch.distributed as dist
 from bench.elsewhere import Elsewhere
 from bench.files import copy_into
 from bench.measuring import Timed, timed
+from bench.record import versions
 from bench.save import flat, state_of
 
-INSTALLED = importlib.util.find_spec("nvidia_resiliency_ext") is not None
+INSTALLED = "nvidia-resiliency-ext" in versions()
+MISSING = "without nvidia-resiliency-ext, which is not installed: pip install 'ecckpt[bench]'"
 
 if INSTALLED:
     from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (

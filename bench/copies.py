@@ -112,7 +112,7 @@ def main() -> None:
     factors = (2,) if arguments.quick else (2, 4)
     if not cliques.INSTALLED:
         factors = ()
-        print("without nvidia-resiliency-ext, which is not installed: pip install 'ecckpt[bench]'")
+        print(cliques.MISSING)
     found = measure(arguments.mib, arguments.rounds, factors)
     row = {name: statistics.median(seconds) for name, seconds in found.items()}
     print(f"{'':62} {'x memcpy':>9} {'median s':>9}")

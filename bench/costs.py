@@ -206,11 +206,13 @@ def theirs(mib: int, rounds: int) -> Iterator[Cost]:
             yield meter.save(save.removesuffix(", stall"), save)
             if load:
                 yield meter.restore(load, load)
-    if cliques.INSTALLED:
-        with cliques.clique(2, mib) as members:
-            meter = Meter(members, mib, rounds)
-            yield meter.save("nvidia-resiliency-ext, clique of 2, save", "save")
-            yield meter.restore("nvidia-resiliency-ext, clique of 2, load", "load")
+    if not cliques.INSTALLED:
+        print(cliques.MISSING)
+        return
+    with cliques.clique(2, mib) as members:
+        meter = Meter(members, mib, rounds)
+        yield meter.save("nvidia-resiliency-ext, clique of 2, save", "save")
+        yield meter.restore("nvidia-resiliency-ext, clique of 2, load", "load")
 
 
 def main() -> None:

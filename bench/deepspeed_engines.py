@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -24,9 +23,10 @@ import torch.distributed as dist
 
 from bench.files import copy_into
 from bench.measuring import Timed, timed
+from bench.record import versions
 from bench.save import flat, state_of
 
-INSTALLED = importlib.util.find_spec("deepspeed") is not None
+INSTALLED = "deepspeed" in versions()
 TAG = "a"
 
 

@@ -159,7 +159,7 @@ class Watcher:
                 self._start(following)
             case Look(state):
                 left_s = _left_s(following, state)
-                watch = wire.Watch(shard, state, False, min(_WATCH_S, left_s))
+                watch = wire.Watch(shard, state, min(_WATCH_S, left_s))
                 return self._agent.watch(watch)
             case Protected(progress):
                 following.handle.mark_protected(progress)

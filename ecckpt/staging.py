@@ -82,7 +82,7 @@ class Ticket:
         self.agent.protect(self.protection)
         state = "encoding"
         while (left_s := deadline_s - time.monotonic()) > 0:
-            watch = wire.Watch(self.shard, state, False, min(_WATCH_S, left_s))
+            watch = wire.Watch(self.shard, state, min(_WATCH_S, left_s))
             progress = self.agent.watch(watch)
             state = progress.state
             if state == "protected":

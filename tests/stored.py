@@ -107,7 +107,7 @@ def store(
         client.protect(wire.Protect(header.shard, 1, targets, len(targets), 0, 10.0, ()))
         state = "encoding"
         while state not in ("protected", "failed"):
-            state = client.watch(wire.Watch(header.shard, state, False, 5.0)).state
+            state = client.watch(wire.Watch(header.shard, state, 5.0)).state
         assert state == "protected"
 
 

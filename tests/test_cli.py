@@ -163,7 +163,7 @@ def _save(client, run_name, gen, *, world_size):
     client.protect(wire.Protect(shard, 1, (), 0, 0, 10.0, ()))
     state = "encoding"
     while state not in ("protected", "failed"):
-        state = client.watch(wire.Watch(shard, state, False, 5.0)).state
+        state = client.watch(wire.Watch(shard, state, 5.0)).state
     assert state == "protected"
 
 

@@ -29,7 +29,7 @@ NO_STORE = SaveFailed("the store is gone")
 
 
 def progress(state):
-    return wire.Progress(state, 3, (), False, 0.0, 0.0)
+    return wire.Progress(state, 3, (), 0.0, 0.0)
 
 
 def play(*script, ranks=2, counted=True, steps=None):

@@ -235,16 +235,6 @@ def test_what_older_timelines_left_goes_but_not_what_the_run_stands_on():
     assert ledger.leftover() == []  # that was another restart
 
 
-def test_a_save_is_committed_by_its_own_timeline_and_session_only():
-    ledger = Ledger("test", committed=generation(2, 20))
-    assert ledger.has_committed(generation(2, 20))
-    assert ledger.has_committed(generation(2, 19))
-    assert not ledger.has_committed(generation(2, 21))
-    assert not ledger.has_committed(generation(1, 10))
-    assert not ledger.has_committed(generation(2, 20, "f" * 16))
-    assert not Ledger("test").has_committed(generation(2, 20))
-
-
 # -- inventory ------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given, settings
@@ -402,6 +403,16 @@ def test_new_regions_are_on_huge_pages(tier):
     if not make_huge(region.view):
         pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")
     assert on_huge_pages(take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB))
+
+
+def test_no_memory_for_a_thread_costs_no_region(tier, monkeypatch):
+    monkeypatch.setattr("ecckpt.tiers.memory.begin_huge", lambda descriptor, view: False)
+    with monkeypatch.context() as short:
+        short.setattr("threading.Thread.start", MagicMock(side_effect=RuntimeError))
+        kept = take(tier, HUGE_PAGE_BYTES)
+    assert tier._huge_pages._thread is None
+    assert take(tier, HUGE_PAGE_BYTES) is not kept
+    assert tier._huge_pages._thread.is_alive()
 
 
 def test_regions_that_began_without_are_on_huge_pages_before_long(tier, impatient, monkeypatch):

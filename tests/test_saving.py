@@ -41,14 +41,12 @@ class Agent:
 
     def progress(self):
         state, problems = self.shared.get("state", "encoding"), self.shared.get("problems", ())
-        return wire.Progress(state, 5, problems, GEN in self.committed, 0.5, 0.75)
+        return wire.Progress(state, 5, problems, 0.5, 0.75)
 
     def watch(self, message):
         with self.news:
-            known = (message.known_state, message.known_committed)
-            self.news.wait_for(
-                lambda: (self.progress().state, self.progress().committed) != known, message.wait_s
-            )
+            known = message.known_state
+            self.news.wait_for(lambda: self.progress().state != known, message.wait_s)
             return self.progress()
 
     def commit(self, run, gen):

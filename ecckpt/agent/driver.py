@@ -280,7 +280,10 @@ def _shard_of(task: wire.Reserve | Job | Taking | Fetching) -> ShardId:
 
 
 class _Alarm:
-    """One thread that tells events when their time has come; started with the first of them."""
+    """One thread that tells events when their time has come; started with the first of them.
+
+    Where there is no memory for it, the next event tries again: what is pending is told late.
+    """
 
     def __init__(self, tell: Callable[[Event], None]) -> None:
         self._tell = tell
@@ -292,10 +295,15 @@ class _Alarm:
     def set(self, at_s: float, event: Due) -> None:
         with self._changed:
             heapq.heappush(self._pending, (at_s, next(self._order), event))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="alarm", daemon=True)
-                self._thread.start()
             self._changed.notify()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="alarm", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    _log.warning("no alarm yet: %s", error)
+                else:
+                    self._thread = thread
 
     def _run(self) -> None:
         while True:

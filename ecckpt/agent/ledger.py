@@ -209,18 +209,6 @@ class Ledger:
         if self.committed is None or generation > self.committed:
             self.committed = generation
 
-    def has_committed(self, generation: Generation) -> bool:
-        """Whether a save is: it, or a later one of the same start of the run.
-
-        What another timeline has committed says nothing of it.
-        """
-        newest = self.committed
-        return (
-            newest is not None
-            and newest >= generation
-            and (newest.timeline, newest.session) == (generation.timeline, generation.session)
-        )
-
     def guarded(self) -> list[Entry]:
         """Home copies that holders must not lose: what is committed, what the run went back to.
 

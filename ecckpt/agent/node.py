@@ -176,12 +176,11 @@ class Agent:
     def watch(self, message: wire.Watch) -> wire.Progress:
         """How far a shard is; waits for news up to ``wait_s`` (at most 30 s)."""
         deadline_s = time.monotonic() + min(message.wait_s, _WAIT_LIMIT_S)
-        known = (message.known_state, message.known_committed)
         with self._changed:
             while True:
                 now = self.core.progress(message.shard)
                 left_s = deadline_s - time.monotonic()
-                if (now.state, now.committed) != known or left_s <= 0:
+                if now.state != message.known_state or left_s <= 0:
                     return now
                 self._changed.wait(left_s)
 

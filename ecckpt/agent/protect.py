@@ -109,18 +109,14 @@ class Protector:
 
     def progress(self, shard: ShardId) -> wire.Progress:
         """How far a shard is."""
-        ledger = self._ledgers.look(shard.run)
-        committed = ledger.has_committed(shard.generation)
         job = self._jobs.get(shard)
         if job is None:
-            home = ledger.find(shard, HOME)
+            home = self._ledgers.look(shard.run).find(shard, HOME)
             # One that is sealed without a job is what an agent that was killed has left.
             state = "unknown" if home is None or home.table is not None else "staging"
-            return wire.Progress(state, 0, (), committed, 0.0, 0.0)
+            return wire.Progress(state, 0, (), 0.0, 0.0)
         problems = tuple(job.problems)
-        return wire.Progress(
-            job.state, len(job.held), problems, committed, job.encode_s, job.protected_s
-        )
+        return wire.Progress(job.state, len(job.held), problems, job.encode_s, job.protected_s)
 
     def allocated(self, job: Job, region: Region) -> list[Action]:
         """There is room for the parity."""

@@ -232,7 +232,7 @@ class Agent(Actor):
     def watch(self, message: wire.Watch, answer: Answer) -> None:
         """How far a shard is; waits for news up to ``wait_s``."""
         now = self.core.progress(message.shard)
-        if (now.state, now.committed) != (message.known_state, message.known_committed):
+        if now.state != message.known_state:
             answer(now)
             return
         waiting = (message, answer)
@@ -243,7 +243,7 @@ class Agent(Actor):
         for waiting in list(self._watching):
             message, answer = waiting
             now = self.core.progress(message.shard)
-            if (now.state, now.committed) != (message.known_state, message.known_committed):
+            if now.state != message.known_state:
                 self._watching.remove(waiting)
                 answer(now)
 

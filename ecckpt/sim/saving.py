@@ -161,7 +161,7 @@ class Saver:
                 yield self._rank.own(saving.message)
             case Look(state):
                 wait_s = min(_WATCH_S, self._left_s(saving, state))
-                return (yield self._watch(wire.Watch(shard, state, False, wait_s)))
+                return (yield self._watch(wire.Watch(shard, state, wait_s)))
             case Tell():
                 yield self._rank.own(wire.Commit(session.run, shard.generation))
             case Share():

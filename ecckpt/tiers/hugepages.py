@@ -8,6 +8,7 @@ touches a page that is being moved waits a few milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -42,8 +43,10 @@ class HugePages:
         self._new.put((time.monotonic() + _CALM_S, weakref.ref(region)))
         with self._moving:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hugepages", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="hugepages", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no memory for a thread: small pages do
+                    thread.start()
+                    self._thread = thread
 
     def let_go(self) -> None:
         """Wait until no region is kept mapped from here: a few milliseconds."""

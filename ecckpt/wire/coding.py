@@ -16,7 +16,7 @@ from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 

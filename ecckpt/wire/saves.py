@@ -80,7 +80,6 @@ class Watch:
 
     shard: ShardId
     known_state: str
-    known_committed: bool
     wait_s: float
 
 
@@ -95,7 +94,6 @@ class Progress:
     state: str
     held: int
     problems: tuple[str, ...]
-    committed: bool
     encode_s: float
     protected_s: float
 

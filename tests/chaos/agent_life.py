@@ -167,9 +167,9 @@ class Life:
         )
         deadline_s, state = time.monotonic() + WAIT_S, "encoding"
         while state not in ("protected", "failed") and time.monotonic() < deadline_s:
-            state = self._agent.watch(wire.Watch(head.shard, state, False, 1.0)).state
+            state = self._agent.watch(wire.Watch(head.shard, state, 1.0)).state
         if state != "protected":
-            problems = self._agent.watch(wire.Watch(head.shard, "", False, 0.0)).problems
+            problems = self._agent.watch(wire.Watch(head.shard, "", 0.0)).problems
             raise EcckptError(f"{state}: {problems}")
         _say(f"protected {which}")
 

@@ -91,3 +91,17 @@ def test_an_agent_that_dies_of_its_fetch_is_done_without(
         assert found[4].source == "peers"
         assert all(each.reprotection.wait_done(30) for each in found)
     assert all(map(same_state, blank, states))
+
+
+def test_another_number_of_ranks_restores_while_an_agent_is_away(cluster6: LocalCluster) -> None:
+    same = [states_for(1, seed=5)[0] for _ in range(RANKS)]
+    with World(cluster6, **OPTIONS) as world:
+        world.restore([states_for(1, seed=0)[0] for _ in range(RANKS)])
+        assert all(handle.wait(30) for handle in world.save(1, same))
+    blank = [states_for(1, seed=0)[0] for _ in range(RANKS - 1)]
+    agents = [cluster6.client("n5").node().address]
+    with World(cluster6, RANKS - 1, agents=agents, **OPTIONS) as world:
+        _kill(cluster6, "n2")
+        found = world.restore(blank)
+        assert {(each.step, each.saved_by) for each in found} == {(1, RANKS)}
+    assert all(map(same_state, blank, same))

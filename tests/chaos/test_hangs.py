@@ -236,7 +236,7 @@ def test_nobody_watches_for_longer_than_the_agent_lets_him(
     monkeypatch.setattr(node, "_WAIT_LIMIT_S", 0.2)
     agent = node.Agent(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
     shard = ShardId("test", generation(), 0)
-    assert agent.watch(wire.Watch(shard, "unknown", False, 1e6)).state == "unknown"
+    assert agent.watch(wire.Watch(shard, "unknown", 1e6)).state == "unknown"
 
 
 @pytest.mark.long
