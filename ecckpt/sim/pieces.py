@@ -95,6 +95,17 @@ def restorable(pieces: Collection[Piece]) -> bool:
     return all(len(set(_good(pieces, row))) >= header.k for row in range(header.rows))
 
 
+def promised_losses(pieces: Collection[Piece]) -> int:
+    """Node losses that these pieces of a shard have to survive: fragments to spare, and the home.
+
+    Not the home where a restart has brought it to a node that holds for it: both go at once.
+    """
+    homes = {piece.node for piece in pieces if piece.header.index == HOME}
+    fragments = [piece for piece in pieces if piece.header.index != HOME]
+    spare = len({piece.header.index for piece in fragments}) - next(iter(pieces)).header.k
+    return spare + bool(homes and not homes & {piece.node for piece in fragments})
+
+
 def whole(pieces: Iterable[Piece]) -> bool:
     """Whether every fragment and the home copy are there and right, each on a node of its own."""
     good = [piece for piece in pieces if not piece.rotten]

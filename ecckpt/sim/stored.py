@@ -12,7 +12,7 @@ from ecckpt.agent.coding import bad_blocks
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES
 from ecckpt.generation import Generation, ShardId
-from ecckpt.sim.pieces import Piece, Pieces
+from ecckpt.sim.pieces import Piece, Pieces, promised_losses
 from ecckpt.sim.rules import Rules
 from ecckpt.sim.violation import Violation
 
@@ -132,12 +132,9 @@ class Stored:
         owed = self._owed.get(shard, [])
         left = [piece for piece in self.of(shard) if piece.node in answering]
         gone = {piece.node for piece in owed if piece not in left or piece.rotten}
-        indices = {piece.header.index for piece in owed}
-        spare = len(indices - {HOME}) - self._k + (HOME in indices)
-        if len(gone) <= spare:
-            raise Violation(
-                "margin", f"{shard} is lost on disk with {len(gone)} nodes: {', '.join(gone)}"
-            )
+        if owed and len(gone) <= promised_losses(owed):
+            text = f"{shard} is lost with {len(gone)} nodes: {', '.join(sorted(gone))}"
+            raise Violation("disk margin", text)
 
     def forget(self, kept: Collection[Generation]) -> None:
         """Drop what is known of other generations."""

@@ -21,7 +21,7 @@ from ecckpt.generation import Generation, ShardId
 from ecckpt.ordering import Wanted
 from ecckpt.sim.choices import Choices
 from ecckpt.sim.counts import Counts
-from ecckpt.sim.pieces import Piece, Pieces, restorable, whole
+from ecckpt.sim.pieces import Piece, Pieces, promised_losses, restorable, whole
 from ecckpt.sim.rules import Rules
 from ecckpt.sim.stored import Stored, name_of
 from ecckpt.sim.violation import Violation
@@ -69,7 +69,7 @@ class Truth:
         self.run = run
         self.safe: Generation | None = None
         self.counts = Counts()
-        self._least, self._survived, self._strict = rules.least, rules.m + 1, strict
+        self._least, self._strict = rules.least, strict
         self._ranks: dict[Generation, int] = {}
         self._saved: dict[ShardId, bytes] = {}
         self._pieces = Pieces()
@@ -362,13 +362,16 @@ class Truth:
         return restorable([each for each in pieces if nodes is None or each.node in nodes])
 
     def _check_margin(self, shard: ShardId, answering: Collection[str]) -> None:
-        """Of a shard that was held whole, the loss of any m + 1 nodes loses nothing."""
+        """Of a shard that was held whole, the loss of any m + 1 nodes loses nothing.
+
+        Of m, where a restart has brought its home to a holder.
+        """
         owed = self._owed.get(shard, [])
         if not owed or len({piece.header.index for piece in owed}) <= owed[0].header.n:
             return
         left = [piece for piece in self._pieces.of(shard) if piece.node in answering]
         gone = {piece.node for piece in owed if piece not in left or piece.rotten}
-        if len(gone) <= self._survived:
+        if len(gone) <= promised_losses(owed):
             raise Violation(
                 "margin", f"{shard} is lost with {len(gone)} nodes: {', '.join(sorted(gone))}"
             )
