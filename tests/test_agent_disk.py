@@ -111,6 +111,17 @@ def test_an_agent_that_was_killed_has_both(agent):
     assert store(later).pieces == (wire.Piece(0, HOME),)
 
 
+@pytest.mark.parametrize("index", [HOME, 2])
+def test_what_has_rotted_in_memory_is_not_stored(agent, index):
+    entry = keep(agent, index)
+    entry.region.view[SUPERBLOCK_BYTES + entry.header.payload_bytes - 1] ^= 1
+    answer = store(agent)
+    assert answer.pieces == ()
+    assert "1 blocks of fragment" in answer.problems[0]
+    assert "fail their CRC32C in memory" in answer.problems[0]
+    assert list((agent._disk.folder / "files").iterdir()) == []
+
+
 def test_a_commit_in_memory_leaves_the_disk_alone(agent):
     keep(agent, gen=OLD)
     store(agent, OLD)
@@ -156,8 +167,8 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(agent, monkeypatch):
 
 
 def test_a_large_file_on_its_way_is_seen_to_move(agent, monkeypatch):
-    entry = keep(agent, shard_bytes=300_000)
-    monkeypatch.setattr(agent_disk, "_PIECE_BYTES", 100_000)
+    entry = keep(agent, shard_bytes=300_000, block_bytes=4096)
+    monkeypatch.setattr(agent_disk, "_PIECE_BYTES", 32_768)
     seen = []
     real = os.write
 
@@ -168,7 +179,8 @@ def test_a_large_file_on_its_way_is_seen_to_move(agent, monkeypatch):
     monkeypatch.setattr(os, "write", look)
     store(agent)
     whole = entry.header.file_bytes
-    assert seen[:5] == [whole, whole, whole - 100_000, whole - 200_000, whole - 300_000]
+    assert seen[:4] == [whole, whole, whole - 32_768, whole - 65_536]
+    assert seen == sorted(seen, reverse=True)
     assert store(agent).waiting_bytes == 0
 
 

@@ -17,6 +17,7 @@ from ecckpt.agent.actions import Allocate, Failed, Seal
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.node import Agent
 from ecckpt.agent.sizes import parity_region_bytes, steady_bytes
+from ecckpt.codec import Codec
 from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.fragment import (
     FORMAT_VERSION,
@@ -110,12 +111,16 @@ def seal(agent, entry, table):
 
 
 def keep(agent, index=HOME, **fields):
-    """A sealed file with some bytes in it."""
+    """A sealed file with some bytes in it; of its table, what is said of them is right."""
     entry = stage(agent, index, **fields)
     shard = entry.header
     noise = bytes((7 * at + index + shard.shard.rank) % 251 for at in range(shard.payload_bytes))
     entry.region.view[SUPERBLOCK_BYTES : shard.trailer_offset] = noise
-    seal(agent, entry, table_of(shard, shard.shard.rank))
+    table, size_bytes = table_of(shard, shard.shard.rank), shard.fragment_bytes
+    for at in range(shard.k if index == HOME else 1):
+        piece = memoryview(noise)[at * size_bytes : (at + 1) * size_bytes]
+        table[max(index, at)] = Codec(1, 0).encode([piece], [], shard.block_bytes)[0]
+    seal(agent, entry, table)
     return entry
 
 

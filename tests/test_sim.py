@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ecckpt import archiving, cli, counting, ordering, recovery
+from ecckpt.agent import disk as agent_disk
 from ecckpt.agent import gathering, hold, ledger, ledgers, protect
 from ecckpt.agent.actions import Recycle
 from ecckpt.counting import Count, Tell
@@ -410,9 +411,9 @@ def _does_not_give_back_what_the_disk_has(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ledgers.Ledgers, "recall", lambda *_: [])
 
 
-def _puts_two_fragments_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    _puts_two_fragments_on_a_node(monkeypatch)
-    _rule(monkeypatch, disk_every=1, roll_back=0.0, reshape=0.0)
+def _writes_to_disk_what_has_rotted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: what a bit had flipped in, in memory, counted as stored."""
+    monkeypatch.setattr(agent_disk, "bad_blocks", lambda *_: [])
 
 
 POWER = Faults(power_every_s=12.0, away_s=5.0, agent_kill_every_s=3.0)
@@ -465,6 +466,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
     (_keeps_roll_backs_to_itself, "roll-back", RESTARTS),
     (_does_not_flush_files, "torn", NONE),
     (_does_not_flush_names, "torn", NONE),
+    (_writes_to_disk_what_has_rotted, "torn", ROT),
     (_overlooks_files_on_disk, "adoption", POWER),
     (_says_too_early_what_is_stored, "stored", DISKS),
     (_removes_from_disk_what_is_newest, "retention", DISKS),

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ecckpt.agent.actions import Remove, Storing, Write
+from ecckpt.agent.coding import bad_blocks
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.notes import pack_notes, unpack_notes
 from ecckpt.agent.store import TAKEN_BACK
-from ecckpt.errors import InvalidMessage, NotHeld
+from ecckpt.agent.verify import windows
+from ecckpt.errors import CorruptFragment, InvalidMessage, NotHeld
 from ecckpt.fragment import SUPERBLOCK_BYTES
 from ecckpt.generation import check_name
 from ecckpt.tiers.disk import FILES, DiskFile, DiskTier, write_small
@@ -76,7 +78,10 @@ class Disk:
         return found
 
     def write(self, action: Write) -> DiskFile:
-        """Write a lent entry; ``NotHeld`` if it is taken back meanwhile."""
+        """Write a lent entry; ``NotHeld`` if it is taken back meanwhile.
+
+        ``CorruptFragment`` if it is not right.
+        """
         entry = action.entry
         assert entry.table is not None
         budget_bytes = action.storing.message.disk_bytes or self.tier.default_budget_bytes()
@@ -107,17 +112,24 @@ def calm() -> None:
 
 
 def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
-    """The payload, copied piece by piece: at no time does the disk hold the memory itself."""
-    header = entry.header
-    buffer = memoryview(bytearray(_PIECE_BYTES))
-    for start in range(0, header.payload_bytes, _PIECE_BYTES):
-        length = min(_PIECE_BYTES, header.payload_bytes - start)
-        offset = SUPERBLOCK_BYTES + start
-        buffer[:length] = entry.region.view[offset : offset + length]
+    """The payload, copied piece by piece: at no time does the disk hold the memory itself.
+
+    And proven: what has rotted in memory must not count as stored. ``CorruptFragment`` then.
+    """
+    header, table = entry.header, entry.table
+    assert table is not None
+    buffer = memoryview(bytearray(max(_PIECE_BYTES, header.block_bytes)))
+    for index, rows, offset, length in windows(header, _PIECE_BYTES):
+        piece, start = buffer[:length], SUPERBLOCK_BYTES + offset
+        piece[:] = entry.region.view[start : start + length]
         if not entry.lent:  # looked at after copying: what was copied may be another file's
             raise NotHeld(TAKEN_BACK)
-        yield buffer[:length]
-        storing.copied_bytes = start + length
+        if bad := bad_blocks(header, index, piece, table, rows):
+            raise CorruptFragment(
+                f"{header.shard}: {len(bad)} blocks of fragment {index} fail their CRC32C in memory"
+            )
+        yield piece
+        storing.copied_bytes = offset + length
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def check_entry(entry: Entry, pace: Pace) -> Blocks:
     """(index, row) of the blocks in memory that fail their CRC32C; the entry is pinned."""
     assert entry.table is not None
     bad: Blocks = []
-    for index, rows, offset, length in _windows(entry.header):
+    for index, rows, offset, length in windows(entry.header, _WINDOW_BYTES):
         start = SUPERBLOCK_BYTES + offset
         view = entry.region.view[start : start + length]
         bad += _shifted(bad_blocks(entry.header, index, view, entry.table, rows), rows)
@@ -48,7 +48,7 @@ def check_file(file: DiskFile, pace: Pace) -> Blocks:
         if parse_superblock(superblock, name) != header or trailer != pack_table(file.table):
             raise CorruptFragment(f"{name}: superblock or table is another one than it was")
         buffer = memoryview(bytearray(min(_WINDOW_BYTES + header.block_bytes, header.file_bytes)))
-        for index, rows, offset, length in _windows(header):
+        for index, rows, offset, length in windows(header, _WINDOW_BYTES):
             view = buffer[:length]
             got = os.preadv(descriptor, [view], SUPERBLOCK_BYTES + offset)
             if got != length:
@@ -76,9 +76,9 @@ def _block_count(header: Header) -> int:
     return header.rows * (header.k if header.index == HOME else 1)
 
 
-def _windows(header: Header) -> Iterator[tuple[int, slice, int, int]]:
-    """Fragment, rows, and where these lie within the payload, in pieces of some MiB."""
-    step = max(1, _WINDOW_BYTES // header.block_bytes)
+def windows(header: Header, window_bytes: int) -> Iterator[tuple[int, slice, int, int]]:
+    """Fragment, rows, and where these lie within the payload, in order, a block at least."""
+    step = max(1, window_bytes // header.block_bytes)
     for place, index in enumerate(range(header.k) if header.index == HOME else [header.index]):
         for first in range(0, header.rows, step):
             rows = slice(first, min(first + step, header.rows))

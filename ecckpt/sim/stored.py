@@ -27,11 +27,10 @@ class Stored:
     The last of them stay, as many as ``rules`` say.
     """
 
-    def __init__(self, run: str, memory: Pieces, rules: Rules) -> None:
+    def __init__(self, run: str, rules: Rules) -> None:
         self.told: tuple[Generation, ...] = ()
         self.pieces = Pieces()
         self._run, self._k, self._least, self._last = run, rules.k, rules.least, rules.keep.last
-        self._memory = memory
         self._ever: dict[ShardId, set[int]] = defaultdict(set)
         self._owed: dict[ShardId, list[Piece]] = {}
         self._going: dict[tuple[str, str], Piece] = {}  # decided, and not yet done
@@ -148,14 +147,14 @@ class Stored:
             del self._owed[shard]
 
     def _check_bytes(self, host: Host, file: DiskFile) -> None:
-        """A file that has its name is right, but for what has rotted, here or in memory before."""
+        """A file that has its name is right, but for what has rotted on this disk."""
         assert host.platter is not None
         piece = self.pieces.find(host.node, str(file.path))
         assert piece is not None
         header, view = file.header, host.platter.view(file.path)
         size_bytes = header.fragment_bytes
         key = host.node, header.shard, header.index
-        wrong = self._memory.wrong.get(key, set()) | self.pieces.wrong.get(key, set())
+        wrong = self.pieces.wrong.get(key, set())
         for at in range(header.k if header.index == HOME else 1):
             index = at if header.index == HOME else header.index
             start = SUPERBLOCK_BYTES + at * size_bytes

@@ -73,7 +73,7 @@ class Truth:
         self._ranks: dict[Generation, int] = {}
         self._saved: dict[ShardId, bytes] = {}
         self._pieces = Pieces()
-        self._stored = Stored(run, self._pieces, rules)
+        self._stored = Stored(run, rules)
         self._choices = Choices()
         self._sealed: dict[ShardId, set[int]] = defaultdict(set)
         self._owed: dict[ShardId, list[Piece]] = {}
