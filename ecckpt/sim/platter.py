@@ -154,6 +154,10 @@ class Platter:
         whole = inode is not None and inode.flushed_bytes == len(inode.data)
         return whole and self._flushed.get(path) is inode
 
+    def may_have(self, path: Path) -> bool:
+        """Whether a file is there, or may be after a loss of power."""
+        return path in self._names or path in self._flushed
+
     def view(self, path: Path) -> memoryview:
         """The bytes of a file, to let them rot."""
         return memoryview(self._inode(path).data)

@@ -91,9 +91,11 @@ class Stored:
                 self._going[host.node, piece.name] = piece
 
     def removed(self, host: Host, files: Iterable[DiskFile]) -> None:
-        """They are gone."""
+        """They are gone; but for those that could not be removed, or may come back."""
+        assert host.platter is not None
         for file in files:
-            self._going.pop((host.node, str(file.path)), None)
+            if not host.platter.may_have(file.path):
+                self._going.pop((host.node, str(file.path)), None)
 
     def retained(self, message: wire.Retain, shards: Iterable[ShardId]) -> bool:
         """An agent was told what is on disk everywhere; whether its newest is news."""
@@ -122,6 +124,11 @@ class Stored:
             del self._going[key]
 
     # -- looking ----------------------------------------------------------------------------------
+
+    def generations(self) -> set[Generation]:
+        """All of which there is anything, or may be again."""
+        going = {piece.header.shard.generation for piece in self._going.values()}
+        return going | {shard.generation for shard in self.pieces.shards()}
 
     def of(self, shard: ShardId) -> list[Piece]:
         """What can be read of a shard."""

@@ -100,7 +100,7 @@ class Truth:
         shard = piece.header.shard
         before = restorable(self._pieces.of(shard))
         self._pieces.pop(host.node, action.region.name)
-        if not before or shard.generation != self.safe or self._is_leaving():
+        if not before or shard.generation != self.safe or self._told_to() is not None:
             return
         if not restorable(self._pieces.of(shard)):
             raise Violation(
@@ -246,7 +246,7 @@ class Truth:
 
         Unless somebody chose; and what somebody left on purpose only then.
         """
-        if wanted.named:
+        if wanted.named or (generation is not None and generation == self._told_to()):
             return
         if generation is not None and (left := self._choices.abandoned(generation, answering)):
             raise Violation("roll-back", f"{generation} was chosen, after going back to {left}")
@@ -256,12 +256,12 @@ class Truth:
         if self._choices.abandoned(self.safe, answering):
             return  # whoever was told that it is wanted again is away
         for shard in self._reach(self.safe, answering, instead_of=generation):
-            if not self._is_leaving():
+            if self._told_to() is None:
                 self._check_margin(shard, answering)
 
-    def _is_leaving(self) -> bool:
-        """Whether agents may know of another generation to go on from than the safe one."""
-        return self._decided not in (None, self._begun_at)
+    def _told_to(self) -> Generation | None:
+        """What agents may have been told to go on from by a start that then died."""
+        return self._decided if self._decided != self._begun_at else None
 
     def _check_stored(self, generation: Generation | None, answering: Collection[str]) -> None:
         """What agents were told is on disk: the newest is chosen, or something newer."""
@@ -380,7 +380,7 @@ class Truth:
         """Drop the bytes of generations that nobody can want any more."""
         kept = set(sorted(self._ranks)[-_REMEMBERED:])
         kept |= {shard.generation for shard in self._pieces.shards()}
-        kept |= {shard.generation for shard in self._stored.pieces.shards()}
+        kept |= self._stored.generations()
         self._stored.forget(kept)
         tables: tuple[dict[ShardId, Any], ...] = (self._saved, self._sealed, self._owed)
         for table in tables:
