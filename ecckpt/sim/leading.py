@@ -26,6 +26,7 @@ class Leader:
         self.on_disk = OnDisk()
         self._rank, self._session, self._node = rank, rank.session, rank.host.node
         self._timeline = 0
+        self._asked_s = 0.0
         self._refusals = Refusals()
         self._asked_again = False
         self._silent: set[str] = set()
@@ -40,7 +41,7 @@ class Leader:
             self._asked_again = True
             self._silent.clear()
             plan = self._plan((yield from self._look()))
-        if not self._refusals.refused:
+        if not self._refusals.refused and not self._is_stale(session.rules.patience_s):
             chosen = plan.chosen.generation if plan.chosen else None
             session.truth.chosen(chosen, self._answering, session.wanted)
         if plan.chosen is None:
@@ -62,7 +63,8 @@ class Leader:
                 verdict = judge(outcomes)
             except NoRoomToRestore as error:
                 raise Failure(str(error)) from error
-            if verdict.failed and self._refusals.fail(generation, verdict.failed):
+            refused = verdict.failed and self._refusals.fail(generation, verdict.failed)
+            if refused and not self._is_stale(session.rules.restore_timeout_s):
                 session.truth.refused(generation, self._answering, verdict.failed)
             if verdict.go:
                 named = session.wanted.named
@@ -93,6 +95,10 @@ class Leader:
             self.on_disk = on_disk(session.run, inventories)
         return plan
 
+    def _is_stale(self, age_s: float) -> bool:
+        """Whether this rank was stopped since it asked, and what was answered says nothing."""
+        return self._rank.world.now_s > self._asked_s + age_s + 0.1
+
     def _begin(self, known: list[int]) -> Steps:
         numbers = first_free(known)
         timeline = next(numbers)
@@ -112,6 +118,7 @@ class Leader:
 
     def _ask(self, timeline: int) -> Steps:
         session = self._session
+        self._asked_s = self._rank.world.now_s
         return (yield from self._answers(wire.Begin(session.run, timeline, session.name)))
 
     def _tell(self, restored: Generation) -> Steps:
