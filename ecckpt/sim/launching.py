@@ -71,7 +71,8 @@ class Launcher(Actor):
         rng, network = self.world.rng, self._cluster.network
         while True:
             hosts = {node: each for node, each in self._cluster.hosts.items() if self._sees(each)}
-            if len(hosts) <= self._code.holders:
+            # There is memory for two ranks on each.
+            if len(hosts) <= self._code.holders or 2 * len(hosts) < self._ranks_now():
                 yield sleep(2.0)
                 continue
             self.session = session = self._start(hosts)
@@ -107,9 +108,10 @@ class Launcher(Actor):
     def _start(self, hosts: dict[str, Host]) -> Session:
         self._sessions += 1
         nodes = [Node(host.node, host.domain) for host in hosts.values()]
-        ranks = len(self._homes) or self._ranks
+        ranks = self._ranks_now()
         if self._homes and self.world.chance(self.rules.reshape):
-            ranks = self.world.rng.choice(self._sizes)
+            sizes = [each for each in self._sizes if each <= 2 * len(hosts)]
+            ranks = self.world.rng.choice(sizes or [ranks])
         homes = self._homes = self._place(list(hosts), ranks)
         return Session(
             self._sessions,
@@ -126,6 +128,9 @@ class Launcher(Actor):
             # Nodes may be away, and the others know nothing of what is on their disks.
             required=self._cluster.disks and self.truth.counts.commits > 0,
         )
+
+    def _ranks_now(self) -> int:
+        return len(self._homes) or self._ranks
 
     def _wanted(self, hosts: Mapping[str, Host]) -> Wanted:
         """What a person asks for who looks at what is there: the newest, or now and then another.
