@@ -97,13 +97,15 @@ class AgentClient:
         patience_s: float = http.IDLE_TIMEOUT_S,
         pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
+        last: bool = False,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
 
-        Raises ``AgentUnreachable`` if nothing comes for ``patience_s``, ``TooSlow`` once it is no
-        longer ``wanted``.
+        ``last``: from the disk rather than from memory, if it has both. Raises
+        ``AgentUnreachable`` if nothing comes for ``patience_s``, ``TooSlow`` once it is no longer
+        ``wanted``.
         """
-        path = f"{shard_path(shard)}/fragments/{index}"
+        path = f"{shard_path(shard)}/fragments/{index}{'?last' if last else ''}"
         http.pull(
             self.address,
             path,

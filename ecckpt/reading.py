@@ -99,6 +99,7 @@ class ShardReader:
         self._table = self._find_table()
         self._home: memoryview | None = None
         self._asked_home = False
+        self._last = False  # whether nodes are asked for another copy than the first
         self._lock = threading.Lock()
         self._memory = lazy_bytes(header.k * header.fragment_bytes)
         payload = memoryview(self._memory)
@@ -232,7 +233,8 @@ class ShardReader:
     def _pull_rows(self, node: str, index: int, rows: slice, runner: Runner | None) -> int:
         header, span = self._header, span_of(self._header, rows)
         view = self._views[index][span]
-        home = self._near_home() if node == self._peers.near and index < header.k else None
+        mapped = node == self._peers.near and index < header.k and not self._last
+        home = self._near_home() if mapped else None
         try:
             if home is None:
                 self._pull_span(node, index, span, runner)
@@ -264,6 +266,7 @@ class ShardReader:
             timeout_s=left_s,
             patience_s=patience(left_s),
             wanted=runner.waits if runner else None,
+            last=self._last,
         )
 
     def _near_home(self) -> memoryview | None:
@@ -281,31 +284,35 @@ class ShardReader:
 
     def _decode(self, lacking: Flags) -> None:
         """Compute data blocks that no source has right, from k others of their rows."""
-        header, rows = self._header, lacking.any(axis=0)
-        untried, patient = list(range(header.n)), False
-        while (short := rows & (self._good.sum(axis=0) < header.k)).any():
-            have = int(self._good[:, short].sum(axis=0).min())
-            batch, untried = untried[: header.k - have], untried[header.k - have :]
-            if not batch and self._peers.lagging and not patient:
-                untried, patient = list(range(header.n)), True
-                continue
-            if not batch:
-                raise TooFewFragments(
-                    str(header.shard),
-                    have=have,
-                    need=header.k,
-                    reasons=self._problems[-_PROBLEMS_KEPT:],
-                )
-            for index in batch:
-                if index not in self._views:
-                    self._views[index] = memoryview(lazy_bytes(header.fragment_bytes))
-            self._pull(dict.fromkeys(batch, short), patient=patient)
+        header = self._header
+        rows: Flags = np.asarray(lacking.any(axis=0))
+        self._bring(rows, patient=False)
+        if self._peers.lagging:
+            self._bring(rows, patient=True)
+        self._last = True  # what has rotted in a node's memory may be right on its disk
+        self._bring(rows, patient=True)
+        self._last = False
+        have = int(self._good[:, rows].sum(axis=0).min())
+        if have < header.k:
+            reasons = self._problems[-_PROBLEMS_KEPT:]
+            raise TooFewFragments(str(header.shard), have=have, need=header.k, reasons=reasons)
         # What k good blocks of the row may have brought meanwhile needs no computing.
         lacking = lacking & ~self._good[: header.k]
         for alike in like_rows(np.vstack((self._good, lacking))):
             missing = np.flatnonzero(lacking[:, alike.start]).tolist()
             if missing:
                 self._rebuild(missing, alike)
+
+    def _bring(self, rows: Flags, *, patient: bool) -> None:
+        """Pull as many fragments of these rows as they still lack, until none is left to try."""
+        header, untried = self._header, list(range(self._header.n))
+        while untried and (short := rows & (self._good.sum(axis=0) < header.k)).any():
+            lack = header.k - int(self._good[:, short].sum(axis=0).min())
+            batch, untried = untried[:lack], untried[lack:]
+            for index in batch:
+                if index not in self._views:
+                    self._views[index] = memoryview(lazy_bytes(header.fragment_bytes))
+            self._pull(dict.fromkeys(batch, short), patient=patient)
 
     def _rebuild(self, missing: list[int], rows: slice) -> None:
         span = span_of(self._header, rows)

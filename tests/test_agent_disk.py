@@ -14,6 +14,7 @@ from ecckpt import wire
 from ecckpt.agent import disk as agent_disk
 from ecckpt.agent import node as agent_node
 from ecckpt.agent.actions import Write
+from ecckpt.agent.coding import fragment_view
 from ecckpt.agent.node import Agent
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, pack_superblock
@@ -101,6 +102,17 @@ def test_all_comes_back_without_memory(agent, tmp_path):
     assert known.committed is None  # that was said of memory
     with pytest.raises(NotHeld):
         later.slot(entries[0].header.shard)
+
+
+def test_what_has_rotted_in_memory_is_had_from_disk(agent):
+    entry = keep(agent, 2, rank=1)
+    right = bytes(fragment_view(entry.header, entry.region))
+    store(agent)
+    fragment_view(entry.header, entry.region)[:3] = b"rot"
+    shard = entry.header.shard
+    assert read(agent, shard, 2)[:3] == b"rot"
+    path, offset, size_bytes = agent.locate(shard, 2, last=True)
+    assert path.read_bytes()[offset : offset + size_bytes] == right
 
 
 def test_an_agent_that_was_killed_has_both(agent):

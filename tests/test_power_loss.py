@@ -8,12 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from media import frozen, small_ext4, small_tmpfs
 from worlds import World, same_state, states_for
 
+import ecckpt
 from ecckpt import agents
 from ecckpt.cli import main
 from ecckpt.errors import AgentUnreachable, NothingToRestore
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, parse_superblock
 from ecckpt.generation import Generation
 from ecckpt.recovery import Inventory
 from ecckpt.testing import LocalCluster
@@ -100,6 +103,29 @@ def test_everything_comes_back_after_a_loss_of_power(cluster: LocalCluster) -> N
     assert restored_step(cluster)[0] == 5
     with pytest.raises(NothingToRestore, match=str(first)):
         restored_step(cluster, generation=first)
+
+
+def rot(cluster: LocalCluster) -> None:
+    """Damage every fragment in all memory, within home copies too."""
+    for node in cluster.nodes:
+        for path in (cluster.root(node) / "regions").iterdir():
+            with path.open("r+b") as file:
+                header = parse_superblock(file.read(SUPERBLOCK_BYTES), path.name)
+                for index in range(header.k if header and header.index == HOME else 1):
+                    file.seek(SUPERBLOCK_BYTES + index * (header.fragment_bytes if header else 0))
+                    file.write(b"rot")
+
+
+def test_what_has_rotted_in_all_memory_comes_from_the_disks(cluster: LocalCluster) -> None:
+    with World(cluster, code=(3, 2)) as world:
+        world.restore(states_for(6, seed=0))
+        (generation,) = save_all(world, 1)
+        await_true(lambda: on_disk(cluster) == {generation: 36})
+    rot(cluster)
+    opened = ecckpt.open("test", agents=cluster.addresses())
+    for rank, state in enumerate(states_for(6, seed=1)):
+        assert torch.equal(opened.as_rank(rank)["weights"], state["weights"])
+    assert restored_step(cluster) == (1, "peers")
 
 
 def test_one_node_keeps_its_run_through_a_loss_of_power(

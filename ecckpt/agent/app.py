@@ -180,7 +180,8 @@ class Application:
             kind, _, index = match["what"].partition("/")
             if kind != "fragments" or not index.isdecimal():
                 raise Refused(404, f"nothing at {environ['PATH_INFO']}")
-            path, offset, size_bytes = self._agent.locate(shard, int(index))
+            last = environ.get("QUERY_STRING", "") == "last"
+            path, offset, size_bytes = self._agent.locate(shard, int(index), last=last)
         start, stop, status = _span(environ.get("HTTP_RANGE", ""), size_bytes)
         file = path.open("rb", buffering=0)
         file.seek(offset + start)

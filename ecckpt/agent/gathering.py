@@ -22,13 +22,15 @@ class Gathering:
     """Fragments on their way into place: ``good[i, row]`` says which blocks are proven.
 
     Every source is tried, and once more when there is no other: what was late, or flipped on the
-    way, may be right the second time.
+    way, may be right the second time. Then it is asked for its ``last`` copy: what has rotted in
+    memory may be right on disk.
     """
 
     header: Header
     good: np.ndarray
     untried: dict[int, list[str]]
     again: dict[int, list[str]]
+    last: bool = False
     pulled_bytes: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -59,7 +61,7 @@ class Gathering:
         have = int(good[:, lacking].sum(axis=0).min())
         wanted = self._left()
         if not wanted:
-            self.untried, self.again = self.again, {}
+            self.untried, self.again, self.last = self.again, {}, True
             wanted = self._left()
         if not wanted:
             shard = str(self.header.shard)

@@ -295,30 +295,41 @@ class Ledgers:
             return file, SUPERBLOCK_BYTES, file.header.shard_bytes
         raise NotHeld(f"node {self.node} has no home copy of {shard}")
 
-    def locate(self, shard: ShardId, index: int) -> tuple[Region | DiskFile, int, int]:
+    def locate(
+        self, shard: ShardId, index: int, *, last: bool = False
+    ) -> tuple[Region | DiskFile, int, int]:
         """Where a fragment lies, its offset and length, also where it is part of a home copy.
 
-        In memory if it is there, else on disk.
+        In memory if it is there, else on disk; with ``last`` the other way round, for whoever found
+        the first copy damaged.
         """
+        places = self._places(shard, index)
+        if not places:
+            raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
+        return places[-1 if last else 0]
+
+    def _places(self, shard: ShardId, index: int) -> list[tuple[Region | DiskFile, int, int]]:
         ledger = self.look(shard.run)
+        places: list[tuple[Region | DiskFile, int, int]] = []
         entry = ledger.find(shard, index)
         if entry is not None and entry.table is not None:
-            return entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes
+            places.append((entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes))
         home = ledger.find(shard, HOME)
         if home is not None and home.table is not None and index >= 0:
             size_bytes, k = home.header.fragment_bytes, home.header.k
             if index < k:
-                return home.region, SUPERBLOCK_BYTES + index * size_bytes, size_bytes
-            if home.parity is not None and index < home.header.n:
-                return home.parity, SUPERBLOCK_BYTES + (index - k) * size_bytes, size_bytes
+                places.append((home.region, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))
+            elif home.parity is not None and index < home.header.n:
+                at = SUPERBLOCK_BYTES + (index - k) * size_bytes
+                places.append((home.parity, at, size_bytes))
         file = ledger.files.get((shard, index))
         if file is not None:
-            return file, SUPERBLOCK_BYTES, file.header.fragment_bytes
+            places.append((file, SUPERBLOCK_BYTES, file.header.fragment_bytes))
         file = ledger.files.get((shard, HOME))
         if file is not None and 0 <= index < file.header.k:
             size_bytes = file.header.fragment_bytes
-            return file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes
-        raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
+            places.append((file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))
+        return places
 
 
 def _name(index: int) -> str:

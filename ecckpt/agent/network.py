@@ -141,6 +141,7 @@ class Network:
                         timeout_s=timeout_s,
                         patience_s=patience(timeout_s),
                         wanted=runner.waits,
+                        last=gathering.last,
                     )
                 gathering.pulled_bytes += span.stop - span.start
                 gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))

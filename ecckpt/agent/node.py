@@ -230,10 +230,13 @@ class Agent:
         with self._changed:
             return self.core.ledgers.table(shard)
 
-    def locate(self, shard: ShardId, index: int) -> tuple[Path, int, int]:
-        """File, offset and length of a fragment's payload, also where it is part of a home copy."""
+    def locate(self, shard: ShardId, index: int, *, last: bool = False) -> tuple[Path, int, int]:
+        """File, offset and length of a fragment's payload, also where it is part of a home copy.
+
+        With ``last``, on disk rather than in memory.
+        """
         with self._changed:
-            where, offset, size_bytes = self.core.ledgers.locate(shard, index)
+            where, offset, size_bytes = self.core.ledgers.locate(shard, index, last=last)
         return where.path, offset, size_bytes
 
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:

@@ -39,14 +39,14 @@ class Puller:
     network: Network
     hosts: Mapping[str, Host]
 
-    def read(self, address: str, shard: ShardId, index: int) -> Wait:
+    def read(self, address: str, shard: ShardId, index: int, *, last: bool = False) -> Wait:
         """The bytes of a fragment, from another agent; now and then a bit flips on the way.
 
         Or, on disk, it cannot be read at the moment.
         """
 
         def serve(agent: Agent) -> bytearray:
-            source, offset, size_bytes = agent.core.ledgers.locate(shard, index)
+            source, offset, size_bytes = agent.core.ledgers.locate(shard, index, last=last)
             data = agent.read(source, offset, size_bytes)
             if self.world.chance(self.network.faults.flip):
                 self.network.injected += 1
@@ -91,7 +91,7 @@ class Puller:
             header = gathering.header
             address, runs = gathering.take(index)
             try:
-                data = yield self.read(address, header.shard, index)
+                data = yield self.read(address, header.shard, index, last=gathering.last)
                 for rows in runs:
                     span = span_of(header, rows)
                     view[span] = data[span]
