@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from dataclasses import asdict, dataclass
 
 import torch
@@ -22,6 +23,11 @@ from ecckpt.testing import LocalCluster
 NODES = (4, 8, 16, 32)
 MIB = (16, 64, 256)
 TENSORS = (100, 1_000, 10_000)
+
+
+# Between saves, as in training: meanwhile agents without ranks are told of the commit, which a save
+# right after it would wait for.
+PAUSE_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ def measure(size: Size, rounds: int) -> dict[str, float]:
             for step in range(WARM_UP_ROUNDS + rounds):
                 handle = ckpt.save(step, state, patience_s=120)
                 assert handle.wait(120)
+                time.sleep(PAUSE_S)
                 if step >= WARM_UP_ROUNDS:
                     stalls_s.append(handle.stall_s)
                     protected_s.append(handle.protected_s)
