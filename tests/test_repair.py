@@ -36,6 +36,7 @@ def saved(cluster: LocalCluster, **options: Any) -> tuple[World, list[dict[str, 
     return world, states
 
 
+@pytest.mark.long
 def test_an_emptied_holder_is_filled_again_and_any_three_others_may_go(
     cluster6: LocalCluster,
 ) -> None:

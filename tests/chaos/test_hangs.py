@@ -133,6 +133,7 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
         assert any("left behind" in problem for problem in fetched.problems)
 
 
+@pytest.mark.long
 def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
     # Its refusal was taken for what others need, and who took two seconds was left behind.
     shard = bytes(range(256)) * 3500
@@ -166,6 +167,7 @@ def _reader(cluster: LocalCluster, slow: dict[str, _Slow], **more: float) -> rea
     return reading.ShardReader(sources, reading.Peers(clients, **more))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("slow_nodes", "lost"), [(["n0", "n1", "n2"], []), (["n1", "n2"], ["n0"])])
 def test_ranges_come_from_others_where_somebody_lags(
     slow_nodes: list[str], lost: list[str]

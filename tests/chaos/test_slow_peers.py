@@ -45,6 +45,7 @@ def dawdlers(
             peer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "opening",
     [
