@@ -84,6 +84,7 @@ def _run(tmp_path: Path, cluster: LocalCluster, name: str, *words: str) -> list[
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
 
 
+@pytest.mark.long
 def test_killed_workers_restart_from_home_copies_bit_for_bit(tmp_path: Path) -> None:
     with LocalCluster(nodes=3) as cluster:
         crashed = _run(tmp_path, cluster, "crashed", "crash")

@@ -111,6 +111,7 @@ class _Slow:
                 near.sendall(data)
 
 
+@pytest.mark.long
 def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
     # One holder with 10 kB/s kept a restore waiting until its deadline, and made it fail then.
     shard = bytes(range(256)) * 8000
@@ -190,6 +191,7 @@ def test_ranges_come_from_others_where_somebody_lags(
         assert reader.data[400_000:500_000] == shard[400_000:500_000]
 
 
+@pytest.mark.long
 def test_ranges_come_from_who_lags_where_nobody_else_has_them() -> None:
     shard = os.urandom(150_000)
     with LocalCluster(nodes=6) as cluster, ExitStack() as stack:
