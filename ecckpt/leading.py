@@ -121,8 +121,12 @@ class Leader:
         if generation is None:
             return
         fence = wire.Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
-        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tell") as telling:
-            answers = self._answers(telling, lambda peer: peer.fence(fence))
+        try:
+            with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tell") as telling:
+                answers = self._answers(telling, lambda peer: peer.fence(fence))
+        except RuntimeError as error:  # a program that ends can start no threads, nor will it save
+            _log.info("agents are not told of %s: %s", generation, error)
+            return
         _require_unfenced(answers)
 
     def _plan(self, wanted: Wanted, inventories: list[Inventory]) -> RecoveryPlan:
