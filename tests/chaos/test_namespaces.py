@@ -163,7 +163,13 @@ def test_packets_that_are_late_overtake_each_other_and_get_lost(rough: Namespace
         found = _expect(world, states, step=2)
         assert [each.source for each in found] == ["home"] * 4 + ["peers"] * 2
         assert all(each.reprotection.wait_done(40) for each in found)
-        newer = _saved(world, 3, seed=3)
+        newer = states_for(RANKS, seed=3)
+        handles = world.save(3, newer)
+        assert all(handle.wait(30) for handle in handles)
     with _world(rough, run, homes, []) as world:
         found = _expect(world, newer, step=3)
-        assert {each.margin for each in found} == {3}
+        # A holder whose packets got lost may have been too late: that costs margin, and is told.
+        # It may hold the fragment all the same.
+        for handle, each in zip(handles, found, strict=True):
+            assert len(handle.problems) == 5 - handle.held
+            assert handle.held - 2 <= each.margin <= 3
