@@ -1,8 +1,9 @@
 """Bringing a rank's shard home, every block of it proven: the part of a restore that moves bytes.
 
-From this node's own memory where the order says that it is there, else the agent fetches it; from
-the other nodes straight into this process where the agent is away; and where another number of
-ranks saved, or DTensors are cut in another way here, a new shard is made from all (resharding.py).
+From this node's own memory where the order says that it is there (proving.py), else the agent
+fetches it; from the other nodes straight into this process where the agent is away; and where
+another number of ranks saved, or DTensors are cut in another way here, a new shard is made from all
+(resharding.py).
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.cluster import Cluster
 from ecckpt.errors import AgentUnreachable, EcckptError, NotHeld, NotMapped
 from ecckpt.fragment import Header
-from ecckpt.ordering import Order, ShardSources
-from ecckpt.proving import Prover
+from ecckpt.generation import ShardId
+from ecckpt.ordering import Order, ShardSources, Wanted, likely_home
+from ecckpt.proving import ProofAhead, Prover
 from ecckpt.reading import Peers, ShardReader
 from ecckpt.resharding import reshape_from
 from ecckpt.slots import Slots
@@ -46,7 +49,7 @@ class Brought:
 
 
 class Bringer:
-    """Brings shards home for one rank, in one restore.
+    """Brings shards home for one rank, in one restore; use as a context manager.
 
     ``peers`` are the agents by node, with the patience that each may cost; ``patience_s`` is how
     long this node's own may be away.
@@ -67,18 +70,39 @@ class Bringer:
         self._cluster, self._peers, self._slots = cluster, peers, slots
         self._rank, self._ranks = rank, ranks
         self._patience_s, self._timeout_s = patience_s, timeout_s
-        self._prover = Prover(cluster.agent, slots, tracer)
+        self._prover = Prover(slots, tracer)
+        self._ahead: ProofAhead | None = None
         self._agent_answers = False  # a moment ago
 
-    def known_timeline(self) -> int:
-        """The newest timeline that this node's agent has seen; 0 if it does not answer at once."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._ahead is not None:
+            self._ahead.end()
+
+    def known_timeline(self, prepare: Wanted | None) -> int:
+        """The newest timeline that this node's agent has seen; 0 if it does not answer at once.
+
+        With ``prepare``, what of that this rank will most likely be told to load is proven from now
+        on, in the background.
+        """
         agent = replace(self._cluster.agent, timeout_s=_KNOWN_TIMEOUT_S)
         try:
-            fence = agent.inventory(self._cluster.run).fence
+            inventory = agent.inventory(self._cluster.run)
         except (EcckptError, OSError):
             return 0
         self._agent_answers = True
-        return fence
+        if prepare is not None:
+            likely = likely_home(inventory, prepare, rank=self._rank, ranks=self._ranks)
+            if likely is not None:
+                self._prove_ahead(likely.shard, agent)
+        return inventory.fence
 
     def bring(self, order: Order, state: dict[str, Any]) -> Brought:
         """Carry out an order; ``state`` tells what to make where it names all shards.
@@ -123,14 +147,20 @@ class Bringer:
             deadline_s=time.monotonic() + 0.8 * self._timeout_s,
         )
 
+    def _prove_ahead(self, shard: ShardId, agent: AgentClient) -> None:
+        try:
+            self._ahead = ProofAhead(self._prover, agent, shard)
+        except RuntimeError as error:  # no thread can be started: it is proven when it is ordered
+            _log.info("%s is not proven ahead: %s", shard, error)
+
     def _through_agent(self, order: Order) -> Brought:
         assert order.header is not None
-        shard_bytes = order.header.shard_bytes
-        payload = self._from_home(order.header) if order.local else None
-        if payload is not None:
-            return Brought(read_shard(payload[:shard_bytes]), "home")
+        shard = self._from_home(order.header) if order.local else None
+        if shard is not None:
+            return Brought(shard, "home")
         fetched = self._fetch(order)
-        shard = read_shard(self._prover.prove(fetched.slot)[:shard_bytes])
+        payload = self._prover.prove(fetched.slot, self._cluster.agent)
+        shard = read_shard(payload[: order.header.shard_bytes])
         return Brought(shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments)
 
     def _without_agent(self, order: Order, peers: Peers) -> Brought:
@@ -156,10 +186,17 @@ class Bringer:
         slot = self._cluster.agent.slot(header.shard)
         return self._slots.payload(slot, header.payload_bytes, to_write=False)
 
-    def _from_home(self, header: Header) -> memoryview | None:
+    def _from_home(self, header: Header) -> Shard | None:
         """The local home copy if every block of it proves right, else None: peers will have it."""
+        agent = self._cluster.agent
         try:
-            return self._prover.prove(self._cluster.agent.slot(header.shard))
+            # All older writers are fenced by now: what is here stays.
+            slot = agent.slot(header.shard)
+            if self._ahead is not None and slot.header.same_shard(header):
+                shard = self._ahead.take(slot, timeout_s=self._timeout_s)
+                if shard is not None:
+                    return shard
+            payload = self._prover.prove(slot, agent)
         except NotHeld:
             return None  # on disk only: fetching brings it into memory
         except NotMapped:
@@ -167,6 +204,7 @@ class Bringer:
         except EcckptError as error:
             _log.warning("home copy refused, asking peers: %s", error)
             return None
+        return read_shard(payload[: header.shard_bytes])
 
     def _fetch(self, order: Order) -> wire.Fetched:
         assert order.header is not None

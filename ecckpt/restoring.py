@@ -3,8 +3,8 @@
 rank 0                                   every rank
 ------                                   ----------
                                 <------  which timelines this node knows
-ask all agents to begin the next one,
-which fences older ones off; each
+ask all agents to begin the next one,    prove ahead what is likely to be
+which fences older ones off; each        ordered of this node's home copies
 answers with its inventory
 plan -> an order for each rank  ------>  bring the shard home, prove every block
                                          check it against the state, change nothing
@@ -141,7 +141,7 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
-        with self.leader:
+        with self.leader, self._bringer:
             return self._run(state, wanted, required=required)
 
     def _run(
@@ -150,7 +150,7 @@ class Restorer:
         started_s = time.monotonic()
         for attempt in range(1000):
             began = moment()
-            order = self._order(attempt, wanted)
+            order = self._order(attempt, wanted, prepare=wanted)
             if order.header is None:
                 if order.rejected or required or wanted.named:
                     raise NothingToRestore(
@@ -196,24 +196,26 @@ class Restorer:
 
     # -- between rank 0 and all -------------------------------------------------------------------
 
-    def _order(self, attempt: int, wanted: Wanted, *, alike: bool = False) -> Order:
+    def _order(
+        self, attempt: int, wanted: Wanted, *, prepare: Wanted | None = None, alike: bool = False
+    ) -> Order:
         def lead(payloads: list[bytes]) -> Sequence[bytes]:
             known = [int(payload) for payload in payloads]
             orders = self.leader.order(wanted, known=known, alike=alike)
             return [wire.pack(order) for order in orders]
 
         tag = f"{self._tag}/{attempt}/order"
-        known = b"0" if attempt else str(self._known_timeline()).encode()
+        known = b"0" if attempt else str(self._known_timeline(prepare)).encode()
         answer = self._meeting.decide(tag, known, lead, timeout_s=self._timeout_s)
         return wire.unpack(Order, answer)
 
-    def _known_timeline(self) -> int:
+    def _known_timeline(self, prepare: Wanted | None) -> int:
         """The newest that this session or this node's agent has seen: it saves rank 0 a round.
 
         This session's own counts even where all agents forgot it: its saves are still counted in
         the store, and a save of the same name would be taken for one of them.
         """
-        return max(self._after, self._bringer.known_timeline())
+        return max(self._after, self._bringer.known_timeline(prepare))
 
     def _verdict(
         self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
