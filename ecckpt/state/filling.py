@@ -1,5 +1,5 @@
 """Filling the tensors of a live state: many in one go and past the caches, where they are plain
-memory; by torch, where they are anything else.
+memory; beside the caller's stream, where they are on a GPU; by torch, where they are anything else.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import torch
 from numpy.typing import NDArray
 
 from ecckpt.copying import COPY_THREADS, copy_many
-from ecckpt.state.tensors import fill
+from ecckpt.state.devices import Pair, SideCopies, gpu_of
+from ecckpt.state.tensors import collapse, fill
 
 
 class Fills:
     """Pairs of tensors to copy, collected while a state is fitted and copied together."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pairs: list[Pair] = []
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Note that ``source``, of the same shape and dtype, goes into ``target``."""
@@ -26,16 +27,26 @@ class Fills:
         """Copy everything that was noted."""
         rows = []
         written = []
+        on_gpus: list[Pair] = []
+        others: list[Pair] = []
         for target, source in self._pairs:
-            if not (_is_plain(target) and _is_plain(source)):
-                fill(target, source)
-            elif target.nbytes:
+            if not target.nbytes:
+                continue
+            if _is_plain(target) and _is_plain(source):
                 rows.append((source.data_ptr(), target.data_ptr(), target.nbytes))
                 written.append(target)
-        if rows:
-            _copy(np.array(rows, np.int64))
-            # As after copy_(): a graph that kept one of them must not be used with new values.
-            torch.autograd.graph.increment_version(written)
+            elif gpu_of(target) is None:
+                others.append((target, source))
+            else:
+                on_gpus.append(collapse(target, source))
+        with SideCopies() as copies:
+            copies.to_gpus(on_gpus)
+            for target, source in others:
+                fill(target, source)
+            if rows:
+                _copy(np.array(rows, np.int64))
+                # As after copy_(): a graph that kept one of them must not be used with new values.
+                torch.autograd.graph.increment_version(written)
         self._pairs.clear()
 
 

@@ -136,11 +136,18 @@ class Fit:
                 here = self.shardings.of(like)  # type: ignore[arg-type]
                 self.problem(at, f"saved as a whole tensor, here {here}")
 
-        def make(stored: StoredTensor, at: Path) -> torch.Tensor:
-            return fresh_tensor(stored, find(stored, at))
+        def rebuilt() -> Any:
+            fills = Fills()
+
+            def make(stored: StoredTensor, at: Path) -> torch.Tensor:
+                return fresh_tensor(stored, find(stored, at), fills)
+
+            tree = replace_tensors(node, make, path)
+            fills.run()
+            return tree
 
         replace_tensors(node, check, path)
-        return lambda: replace_tensors(node, make, path)
+        return rebuilt
 
     def _same_mesh(self, like: torch.Tensor | None, stored: StoredTensor, path: Path) -> None:
         if like is None or not is_dtensor(like):

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ecckpt.state.filling import Fills
 from ecckpt.state.paths import Path
-from ecckpt.state.sharding import Sharding, is_dtensor, rebuild_dtensor
+from ecckpt.state.sharding import Sharding, is_dtensor, local_tensor, rebuild_dtensor
 from ecckpt.state.values import kind_name
 
 # What may hold tensors and objects, in saved and in live trees.
@@ -87,14 +88,19 @@ def items_like(node: Any, items: Iterable[Any]) -> Any:
     return deque(items, node.maxlen) if type(node) is deque else type(node)(items)
 
 
-def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
-    """A copy of ``stored`` that outlives the shard, where ``like`` is (None: in CPU memory).
+def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) -> torch.Tensor:
+    """A tensor for a copy of ``stored`` that outlives the shard, where ``like`` is (None: the CPU).
 
-    If it is a part of a global tensor, ``like`` must be a DTensor sharded in the same way.
+    It is empty until ``fills`` are run. If it is a part of a global tensor, ``like`` must be a
+    DTensor sharded in the same way.
     """
     device = "cpu" if like is None else like.device
-    local = stored.data.to(device, copy=True)
+    made = torch.empty(stored.data.shape, dtype=stored.data.dtype, device=device)
     if stored.sharding is None:
-        return local
+        fills.add(made, stored.data)
+        return made
     assert is_dtensor(like)
-    return rebuild_dtensor(local, stored.sharding, like)  # type: ignore[arg-type]
+    # What is filled is what came of it: DTensors move what is not where their mesh is.
+    whole = rebuild_dtensor(made, stored.sharding, like)  # type: ignore[arg-type]
+    fills.add(local_tensor(whole), stored.data)
+    return whole
