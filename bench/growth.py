@@ -1,9 +1,10 @@
-"""How saves and restores grow with nodes, bytes and tensors: ``python -m bench.growth``.
+"""How saves and restores grow with nodes, ranks, bytes and tensors: ``python -m bench.growth``.
 
-One rank on real agents of this machine, RS(2, 1), or RS(8, 2) where there are nodes for it. Of each
-size the medians over a few saves, each committed before the next, and restores of a new
-Checkpointer on the same node. All agents share two CPUs here, and every start of a timeline asks
-each of them three times: what grows with nodes is mostly that.
+Ranks are threads of one process that meet over a real store, at home on one real agent each,
+RS(2, 1), or RS(8, 2) where there are nodes for it. Of each size the medians over a few saves of the
+slowest rank, each committed before the next; of restores of new Checkpointers on the same nodes;
+and of restores after one rank's node was lost and replaced. All share two CPUs, so times grow with
+whatever is done at all; CPU seconds per rank tell whether each rank's own work does.
 """
 
 from __future__ import annotations
@@ -12,91 +13,164 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import ecckpt
 from bench.save import WARM_UP_ROUNDS, even_state
+from bench.usage import cpu_s
 from ecckpt.testing import LocalCluster
-
-NODES = (4, 8, 16, 32)
-MIB = (16, 64, 256)
-TENSORS = (100, 1_000, 10_000)
-
 
 # Between saves, as in training: meanwhile agents without ranks are told of the commit, which a save
 # right after it would wait for.
 PAUSE_S = 0.3
+WAIT_S = 120.0
+
+State = dict[str, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is varied."""
+    """What is varied; ``mib`` and ``tensors`` are of each rank."""
 
     nodes: int
+    ranks: int
     mib: int
     tensors: int
     code: tuple[int, int]
 
 
 SIZES = (
-    *(Size(nodes, 32, 100, (2, 1)) for nodes in NODES),
-    *(Size(11, mib, 100, (8, 2)) for mib in MIB),
-    *(Size(4, 64, tensors, (2, 1)) for tensors in TENSORS),
+    *(Size(nodes, 1, 32, 100, (2, 1)) for nodes in (4, 8, 16, 32)),
+    *(Size(11, ranks, 16, 100, (2, 1)) for ranks in (1, 2, 4, 8)),
+    *(Size(11, 1, mib, 100, (8, 2)) for mib in (16, 64, 256)),
+    *(Size(4, 1, 64, tensors, (2, 1)) for tensors in (100, 1_000, 10_000)),
 )
+QUICK = (SIZES[0], SIZES[5], SIZES[8])
+
+COLUMNS = {
+    "stall_ms": "stall",
+    "protected_ms": "protected",
+    "committed_ms": "committed",
+    "restore_ms": "restore",
+    "restore_lost_ms": "1 node lost",
+    "save_cpu_ms": "CPU a rank",
+}
+
+
+class Ranks:
+    """All ranks of a run, doing the same at the same time."""
+
+    def __init__(self, cluster: LocalCluster, size: Size, pool: ThreadPoolExecutor) -> None:
+        self._cluster, self._size, self._pool = cluster, size, pool
+        self.states: list[State] = [
+            even_state(size.mib << 20, size.tensors) for _ in range(size.ranks)
+        ]
+        self.homes = cluster.nodes[: size.ranks]
+
+    def each(self, act: Callable[[int], Any]) -> list[Any]:
+        """What each rank's call returns."""
+        return list(self._pool.map(act, range(self._size.ranks)))
+
+    @contextmanager
+    def started(self) -> Iterator[list[ecckpt.Checkpointer]]:
+        """A start of the run: a Checkpointer for each."""
+        store = dist.HashStore()
+        made = self.each(
+            lambda rank: ecckpt.Checkpointer(
+                "growth",
+                code=self._size.code,
+                root=self._cluster.root(self.homes[rank]),
+                agents=self._cluster.addresses(),
+                store=store,
+                rank=rank,
+                world_size=self._size.ranks,
+            )
+        )
+        try:
+            yield made
+        finally:
+            for checkpointer in made:
+                checkpointer.close()
+
+    def restored_s(self) -> float:
+        """Seconds of a restore in new Checkpointers, of the slowest rank."""
+        with self.started() as ranks:
+            found = self.each(lambda rank: ranks[rank].restore(self.states[rank]))
+            assert all(each.reprotection.wait(WAIT_S) for each in found)
+        return max(each.seconds for each in found)
+
+    def lose_one(self) -> None:
+        """End the first rank's node, and put a new one there."""
+        self._cluster.kill(self.homes[0])
+        self.homes[0] = self._cluster.replace(self.homes[0])[0]
+
+
+def saves(ranks: Ranks, pids: list[int], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each save, of the slowest rank, and CPU seconds of the agents for all."""
+    found: dict[str, list[float]] = {name: [] for name in list(COLUMNS)[:3]} | {"save_cpu_ms": []}
+    with ranks.started() as made:
+        ranks.each(lambda rank: made[rank].restore(ranks.states[rank]))
+        for step in range(WARM_UP_ROUNDS + rounds):
+            before_s = cpu_s(pids)
+            handles = ranks.each(
+                lambda rank, step=step: made[rank].save(step, ranks.states[rank], patience_s=WAIT_S)
+            )
+            assert all(handle.wait(WAIT_S) for handle in handles)
+            used_s = cpu_s(pids) - before_s
+            time.sleep(PAUSE_S)
+            if step >= WARM_UP_ROUNDS:
+                found["stall_ms"].append(max(handle.stall_s for handle in handles))
+                found["protected_ms"].append(max(handle.protected_s for handle in handles))
+                found["committed_ms"].append(max(handle.committed_s for handle in handles))
+                found["save_cpu_ms"].append(used_s / len(handles))
+    return found
 
 
 def measure(size: Size, rounds: int) -> dict[str, float]:
-    """Medians in seconds, and the bytes that went over the network per byte saved."""
-    state = even_state(size.mib << 20, size.tensors)
-    stalls_s, protected_s, committed_s, restores_s = [], [], [], []
-    with LocalCluster(nodes=size.nodes) as cluster:
-        settings = {"code": size.code, "root": cluster.root("n0"), "agents": cluster.addresses()}
-        with ecckpt.Checkpointer("growth", **settings) as ckpt:
-            ckpt.restore(state)
-            for step in range(WARM_UP_ROUNDS + rounds):
-                handle = ckpt.save(step, state, patience_s=120)
-                assert handle.wait(120)
-                time.sleep(PAUSE_S)
-                if step >= WARM_UP_ROUNDS:
-                    stalls_s.append(handle.stall_s)
-                    protected_s.append(handle.protected_s)
-                    committed_s.append(handle.committed_s)
+    """Medians, in milliseconds."""
+    with (
+        LocalCluster(nodes=size.nodes) as cluster,
+        ThreadPoolExecutor(size.ranks) as pool,
+    ):
+        ranks = Ranks(cluster, size, pool)
+        pids = [cluster.client(node).node().pid for node in cluster.nodes]
+        found = saves(ranks, pids, rounds)
+        found["restore_ms"] = [ranks.restored_s() for _ in range(rounds)]
+        found["restore_lost_ms"] = []
         for _ in range(rounds):
-            with ecckpt.Checkpointer("growth", **settings) as ckpt:
-                restored = ckpt.restore(state)
-                assert restored is not None
-                assert restored.source == "home"
-                restores_s.append(restored.seconds)
-    return {
-        "stall_ms": 1e3 * statistics.median(stalls_s),
-        "protected_ms": 1e3 * statistics.median(protected_s),
-        "committed_ms": 1e3 * statistics.median(committed_s),
-        "restore_ms": 1e3 * statistics.median(restores_s),
-    }
+            ranks.lose_one()
+            found["restore_lost_ms"].append(ranks.restored_s())
+    return {name: 1e3 * statistics.median(found[name]) for name in COLUMNS}
 
 
 def main() -> None:
     """Print a table, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.growth")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="the smallest of each kind")
+    parser.add_argument("--quick", action="store_true", help="one of each kind but the last")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = SIZES[:: len(NODES) - 1] if arguments.quick else SIZES
     rows = []
     print(
-        f"{'nodes':>6} {'MiB':>5} {'tensors':>8} {'code':>6}  stall ms  protected ms  committed ms"
-        "  restore ms"
+        f"{'nodes':>6} {'ranks':>6} {'MiB':>5} {'tensors':>8} {'code':>6}"
+        + "".join(f"{name:>13}" for name in COLUMNS.values())
+        + "   all in ms"
     )
-    for size in sizes:
+    for size in QUICK if arguments.quick else SIZES:
         row = measure(size, arguments.rounds)
         rows.append({**asdict(size), **row})
         code = "+".join(map(str, size.code))
         print(
-            f"{size.nodes:6} {size.mib:5} {size.tensors:8} {code:>6}  {row['stall_ms']:8.1f}"
-            f"  {row['protected_ms']:12.1f}  {row['committed_ms']:12.1f}  {row['restore_ms']:10.1f}"
+            f"{size.nodes:6} {size.ranks:6} {size.mib:5} {size.tensors:8} {code:>6}"
+            + "".join(f"{row[name]:13.1f}" for name in COLUMNS),
+            flush=True,
         )
     print(json.dumps({"growth": rows}))
 

@@ -17,6 +17,7 @@ from ecckpt.generation import Generation, ShardId
 from ecckpt.recovery import Inventory
 from ecckpt.transport import http
 from ecckpt.transport.http import split_address
+from ecckpt.transport.ranges import pull_ranges, ranges_of
 
 T = TypeVar("T")
 
@@ -98,25 +99,34 @@ class AgentClient:
         pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
         last: bool = False,
+        connections: int = 1,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
 
-        ``last``: from the disk rather than from memory, if it has both. Raises
-        ``AgentUnreachable`` if nothing comes for ``patience_s``, ``TooSlow`` once it is no longer
-        ``wanted``.
+        ``last``: from the disk rather than from memory, if it has both. What is large is pulled
+        over so many ``connections`` at once. Raises ``AgentUnreachable`` if nothing comes for
+        ``patience_s``, ``TooSlow`` once it is no longer ``wanted``.
         """
         path = f"{shard_path(shard)}/fragments/{index}{'?last' if last else ''}"
-        http.pull(
-            self.address,
-            path,
-            target,
-            offset=offset,
-            token=self.token,
-            timeout_s=timeout_s,
-            patience_s=patience_s,
-            pace=pace,
-            wanted=wanted,
-        )
+
+        def pull(span: slice, wanted: Callable[[], bool] | None) -> None:
+            http.pull(
+                self.address,
+                path,
+                target[span],
+                offset=offset + span.start,
+                token=self.token,
+                timeout_s=timeout_s,
+                patience_s=patience_s,
+                pace=pace,
+                wanted=wanted,
+            )
+
+        ranges = ranges_of(len(target), connections)
+        if len(ranges) > 1:
+            pull_ranges(pull, ranges, wanted)
+        else:
+            pull(ranges[0], wanted)
 
     def trace(self, run: str) -> wire.Trace:
         """Where time went in saves and restores of a run on that node."""

@@ -33,6 +33,7 @@ from ecckpt.mapping import lazy_bytes
 from ecckpt.ordering import ShardSources
 from ecckpt.transport.http import patience
 from ecckpt.transport.laggards import Field, Runner
+from ecckpt.transport.ranges import connections_for
 
 _PARALLEL_PULLS = 8
 _PROBLEMS_KEPT = 8
@@ -100,6 +101,7 @@ class ShardReader:
         self._home: memoryview | None = None
         self._asked_home = False
         self._last = False  # whether nodes are asked for another copy than the first
+        self._connections = 1  # for each of the fragments that are being pulled
         self._lock = threading.Lock()
         self._memory = lazy_bytes(header.k * header.fragment_bytes)
         payload = memoryview(self._memory)
@@ -185,6 +187,7 @@ class ShardReader:
         """
         todo = {i: rows for i, rows in wanted.items() if (rows & ~self._good[i]).any()}
         race = None if patient else self._race(len(todo))
+        self._connections = connections_for(len(todo))
 
         def pull(item: tuple[int, Flags]) -> int:
             pulled_bytes = self._pull_fragment(*item, race)
@@ -267,6 +270,7 @@ class ShardReader:
             patience_s=patience(left_s),
             wanted=runner.waits if runner else None,
             last=self._last,
+            connections=self._connections,
         )
 
     def _near_home(self) -> memoryview | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ecckpt.errors import EcckptError, TooFewFragments, TooSlow
 from ecckpt.tracing import Tracer
 from ecckpt.transport.http import patience
 from ecckpt.transport.laggards import Field
+from ecckpt.transport.ranges import connections_for
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
@@ -64,7 +66,14 @@ class Network:
         client = peer_client(message.source, self._token)
         shard, index = header.shard, header.index
         with self._tracer.span("pull", shard, index):
-            client.pull_fragment(shard, index, view, timeout_s=message.timeout_s, pace=self._pace)
+            client.pull_fragment(
+                shard,
+                index,
+                view,
+                timeout_s=message.timeout_s,
+                pace=self._pace,
+                connections=connections_for(header.n),  # holders pull from one home at once
+            )
         with self._tracer.span("verify", shard, index):
             return len(bad_blocks(header, index, view, taking.table))
 
@@ -81,9 +90,15 @@ class Network:
         views = data_views(header, region) + parity_views(header, fetching.parity)
         gathering = Gathering.of(message)
 
-        def pull(index: int, field: Field) -> None:
+        def pull(index: int, field: Field, connections: int) -> None:
             self._pull_next(
-                gathering, index, views[index], table, field=field, deadline_s=deadline_s
+                gathering,
+                index,
+                views[index],
+                table,
+                field=field,
+                deadline_s=deadline_s,
+                connections=connections,
             )
             field.ended()
 
@@ -91,7 +106,8 @@ class Network:
             wanted = gathering.first()
             while True:
                 field = Field(len(wanted), gathering.spare(wanted))
-                list(pool.map(pull, wanted, [field] * len(wanted)))
+                each = connections_for(len(wanted))
+                list(pool.map(pull, wanted, repeat(field), repeat(each)))
                 if not (wanted := gathering.next()):
                     break
         with self._tracer.span("rebuild", header.shard):
@@ -122,6 +138,7 @@ class Network:
         *,
         field: Field,
         deadline_s: float,
+        connections: int,
     ) -> None:
         """Try one more source of a fragment, for those of its blocks that are not proven yet."""
         header = gathering.header
@@ -142,6 +159,7 @@ class Network:
                         patience_s=patience(timeout_s),
                         wanted=runner.waits,
                         last=gathering.last,
+                        connections=connections,
                     )
                 gathering.pulled_bytes += span.stop - span.start
                 gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))
