@@ -24,7 +24,7 @@ def regions(count):
         for number in range(count):
             (folder / f"{number}.region").write_bytes(bytes([number]) * HEADER.file_bytes)
         yield [
-            wire.Slot(str(path), path.stem, HEADER.file_bytes, SUPERBLOCK_BYTES, HEADER)
+            wire.Slot(str(path), path.stem, 1, HEADER.file_bytes, SUPERBLOCK_BYTES, HEADER)
             for path in sorted(folder.iterdir())
         ]
     finally:
