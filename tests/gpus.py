@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ecckpt.state import devices, filling, parts, plan
+from ecckpt.state import columns, devices, filling, parts, plan
 
 ALREADY_REGISTERED = 712
 
@@ -116,7 +116,7 @@ class Gpus:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         for module in (devices, filling, plan):
             monkeypatch.setattr(module, "gpu_of", self.gpu_of)
-        for module, name in ((parts, "_on_cpu"), (parts, "is_raw"), (filling, "_is_plain")):
+        for module, name in ((columns, "_on_cpu"), (parts, "is_raw"), (filling, "is_raw")):
             really = getattr(module, name)
             monkeypatch.setattr(module, name, self._unless_placed(really))
         monkeypatch.setattr(devices, "_registered", {})

@@ -4,67 +4,102 @@ memory; beside the caller's stream, where they are on a GPU; by torch, where the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ecckpt.copying import COPY_THREADS, copy_many
 from ecckpt.state.devices import Pair, SideCopies, gpu_of
-from ecckpt.state.tensors import collapse, fill
+from ecckpt.state.sharding import is_dtensor, local_tensor, rebuild_dtensor
+from ecckpt.state.stored import StoredTensor
+from ecckpt.state.tensors import collapse, fill, is_raw
+
+_address_of, _bytes_of = attrgetter("address"), attrgetter("form.size_bytes")
 
 
 class Fills:
-    """Pairs of tensors to copy, collected while a state is fitted and copied together."""
+    """Live tensors and the saved ones that go into them, collected and then copied together."""
 
     def __init__(self) -> None:
-        self._pairs: list[Pair] = []
+        self._unusual: list[tuple[torch.Tensor, StoredTensor]] = []
+        self._plain: list[torch.Tensor] = []
+        self._sources: list[StoredTensor] = []
+        self._addresses: list[int] = []  # of the plain ones
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, target: torch.Tensor, source: StoredTensor) -> None:
         """Note that ``source``, of the same shape and dtype, goes into ``target``."""
-        self._pairs.append((target, source))
+        if is_raw(target) and not target.is_inference() and source.address:
+            self.add_plain([target], [target.data_ptr()], [source])
+        else:
+            self._unusual.append((target, source))
+
+    def add_plain(
+        self,
+        targets: Sequence[torch.Tensor],
+        addresses: Sequence[int],
+        sources: Sequence[StoredTensor],
+    ) -> None:
+        """``add`` for many: each target is raw memory at its address, and so is each source."""
+        self._plain += targets
+        self._addresses += addresses
+        self._sources += sources
 
     def run(self) -> None:
         """Copy everything that was noted."""
-        rows = []
-        written = []
         on_gpus: list[Pair] = []
         others: list[Pair] = []
-        for target, source in self._pairs:
-            if not target.nbytes:
-                continue
-            if _is_plain(target) and _is_plain(source):
-                rows.append((source.data_ptr(), target.data_ptr(), target.nbytes))
-                written.append(target)
-            elif gpu_of(target) is None:
-                others.append((target, source))
-            else:
-                on_gpus.append(collapse(target, source))
+        for target, stored in self._unusual:
+            if target.numel():
+                (others if gpu_of(target) is None else on_gpus).append((target, stored.data))
         with SideCopies() as copies:
-            copies.to_gpus(on_gpus)
+            copies.to_gpus([collapse(target, source) for target, source in on_gpus])
             for target, source in others:
                 fill(target, source)
-            if rows:
-                _copy(np.array(rows, np.int64))
-                # As after copy_(): a graph that kept one of them must not be used with new values.
-                torch.autograd.graph.increment_version(written)
-        self._pairs.clear()
+            self._copy_plain()
+        for noted in (self._unusual, self._plain, self._sources, self._addresses):
+            noted.clear()
+
+    def _copy_plain(self) -> None:
+        columns = map(_address_of, self._sources), self._addresses, map(_bytes_of, self._sources)
+        rows = np.column_stack([np.fromiter(each, np.int64, len(self._plain)) for each in columns])
+        full = rows[:, 2] > 0
+        if full.any():
+            _copy(rows[full])
+            # As after copy_(): a graph that kept one of them must not be used with new values.
+            written = list(compress(self._plain, full.tolist()))
+            torch.autograd.graph.increment_version(written)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are one range of the CPU's memory, as they are."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
-    )
+def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) -> torch.Tensor:
+    """A tensor for a copy of ``stored`` that outlives the shard, where ``like`` is (None: the CPU).
+
+    It is empty until ``fills`` are run. If it is a part of a global tensor, ``like`` must be a
+    DTensor sharded in the same way.
+    """
+    device = "cpu" if like is None else like.device
+    made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    if stored.sharding is None:
+        fills.add(made, stored)
+        return made
+    assert is_dtensor(like)
+    # What is filled is what came of it: DTensors move what is not where their mesh is.
+    whole = rebuild_dtensor(made, stored.sharding, like)  # type: ignore[arg-type]
+    fills.add(local_tensor(whole), stored)
+    return whole
 
 
 def _copy(rows: NDArray[np.int64]) -> None:
-    """Copy ranges; those of tied tensors, which overlap, one after another and not in threads."""
-    order = np.argsort(rows[:, 1], kind="stable")
-    begins, ends = rows[order, 1], rows[order, 1] + rows[order, 2]
+    """Copy ranges. Of tied tensors the last is enough; what overlaps else goes one by one."""
+    ordered = rows[np.argsort(rows[:, 1], kind="stable")]
+    last = np.append((ordered[1:, 1:] != ordered[:-1, 1:]).any(axis=1), True)
+    ordered = ordered[last]
+    begins, ends = ordered[:, 1], ordered[:, 1] + ordered[:, 2]
     if (begins[1:] >= np.maximum.accumulate(ends)[:-1]).all():
-        copy_many(rows, threads=COPY_THREADS)
+        copy_many(ordered, threads=COPY_THREADS)
         return
     for row in rows:
         copy_many(row[None, :])
