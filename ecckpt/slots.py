@@ -30,12 +30,14 @@ class Slots:
         """The payload of a slot, writable; valid until the slot's generation is retired.
 
         Every page would fault at its first write, so they all are brought in before. For reading
-        the kernel maps several with each fault: not ``to_write`` leaves it to that. Raises
+        the kernel maps several with each fault: not ``to_write`` leaves it to that. Only who writes
+        has the oldest mappings undone. Raises
         ``CorruptFragment`` if the slot has no room for that many bytes.
         """
         payload = self._payload(slot, payload_bytes, to_write=to_write)
         with self._lock:
-            while len(self._maps) > _KEPT:
+            # A restore reads in threads of its own, which unmap nothing either (see ``ahead``).
+            while to_write and len(self._maps) > _KEPT:
                 region, _ = self._maps.popitem(last=False)  # unmapped with its last view
                 self._faulted_in.discard(region)
         return payload

@@ -60,8 +60,10 @@ def test_nothing_is_unmapped_in_the_background():
             slots.payload(slot, 100)
         slots.ahead(made[4], 100)
         assert mapped() == ["0", "1", "2", "3", "4"]
+        slots.payload(made[5], 100, to_write=False)  # as a proof ahead of its order does
+        assert mapped() == ["0", "1", "2", "3", "4", "5"]
         slots.payload(made[4], 100)
-        assert mapped() == ["1", "2", "3", "4"]
+        assert mapped() == ["2", "3", "4", "5"]
         slots.close()
 
 
