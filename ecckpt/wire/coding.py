@@ -16,7 +16,7 @@ from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 
