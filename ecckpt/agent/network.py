@@ -79,7 +79,7 @@ class Network:
         sums = np.zeros(header.rows, np.uint32) if taking.sums is None else taking.sums.copy()
         for rows in spans(taking.lacking()):
             span = span_of(header, rows)
-            with self._tracer.span("pull", shard, index):
+            with self._tracer.span("prefetch" if taking.early else "pull", shard, index):
                 client.pull_fragment(
                     shard,
                     index,
