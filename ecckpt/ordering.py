@@ -9,8 +9,9 @@ from ecckpt import wire
 from ecckpt.errors import NoRoomToRestore, StateMismatch
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
+from ecckpt.lineage import abandoned_by
 from ecckpt.placement import Placement, plan_repair
-from ecckpt.recovery import GenerationReport, RecoveryPlan, ShardReport
+from ecckpt.recovery import GenerationReport, Inventory, RecoveryPlan, ShardReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,23 @@ class Wanted:
             return "to start from scratch, give the run another name"
         what = f"generation {self.generation}" if self.generation else f"step {self.step}"
         return f"{what} was asked for; ecckpt plan-restore lists what there is"
+
+
+def likely_home(inventory: Inventory, wanted: Wanted, *, rank: int, ranks: int) -> Header | None:
+    """The home copy of this node that the rank will most likely be told to load, if there is one.
+
+    The newest of its own that fits what was asked for. Only rank 0 knows what others have.
+    """
+    found = [
+        header
+        for header in inventory.headers
+        if header.index == HOME
+        and (header.shard.rank, header.world_size) == (rank, ranks)
+        and wanted.step in (None, header.shard.generation.step)
+        and wanted.generation in (None, header.shard.generation)
+        and (wanted.named or not abandoned_by(header.shard.generation, inventory.roll_backs))
+    ]
+    return max(found, key=lambda header: header.shard.generation, default=None)
 
 
 @dataclass(frozen=True, slots=True)

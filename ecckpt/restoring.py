@@ -3,18 +3,16 @@
 rank 0                                   every rank
 ------                                   ----------
                                 <------  which timelines this node knows
-ask all agents to begin the next one,
-which fences older ones off; each
+ask all agents to begin the next one,    prove ahead what is likely to be
+which fences older ones off; each        ordered of this node's home copies
 answers with its inventory
 plan -> an order for each rank  ------>  bring the shard home, prove every block
                                          check it against the state, change nothing
 all fine?                       <------  outcome
 go, or refuse this generation   ------>  load, or wait for the next order
 
-Rank 0's part is in leading.py, what it goes by in ordering.py. Where another number of ranks saved,
-or a rank finds its DTensors cut in another way, the order names all shards instead, and every rank
-makes its own from them (resharding.py). A rank whose node's agent is away reads its shard from the
-others as well, into its own memory.
+Rank 0's part is in leading.py, what it goes by in ordering.py, how a shard comes home in
+bringing.py. Here is what all ranks agree on, and in which order.
 """
 
 from __future__ import annotations
@@ -26,47 +24,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ecckpt import wire
+from ecckpt.bringing import Bringer, Brought
 from ecckpt.cluster import Cluster
-from ecckpt.codec import Codec
-from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import (
-    AgentUnreachable,
-    CorruptFragment,
     EcckptError,
     MemoryBudgetTooSmall,
-    NotHeld,
     NothingToRestore,
     NotMapped,
     StateMismatch,
     TmpfsFull,
 )
-from ecckpt.fragment import Header
 from ecckpt.generation import Generation
 from ecckpt.handle import SaveHandle
 from ecckpt.leading import Leader
 from ecckpt.ordering import Order, Outcome, ShardSources, Wanted
-from ecckpt.reading import Peers, ShardReader
+from ecckpt.reading import Peers
 from ecckpt.rendezvous import Meeting
-from ecckpt.resharding import reshape_from
 from ecckpt.slots import Slots
-from ecckpt.state import Shard, check, is_relaid, read_shard
+from ecckpt.state import check, is_relaid
 from ecckpt.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
 
-_KNOWN_TIMEOUT_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
-class _Brought:
-    """A shard that is here, proven, and what that cost; ``load`` restores it, once checked."""
+class _Ready:
+    """A shard that is here and fits; ``load`` restores it."""
 
-    shard: Shard
-    source: str
-    pulled_bytes: int = 0
-    rebuilt_fragments: int = 0
-    reseeded: tuple[str, ...] = ()
-    load: Callable[[], None] | None = None
+    brought: Brought
+    load: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +116,22 @@ class Restorer:
         self._tracer = tracer
         self._cluster = cluster
         # A peer that hangs may use up part of a step's time, not all of it.
-        self._patience_s = patience_s = min(10.0, timeout_s / 4)
-        self._peers = {
-            node: replace(peer, timeout_s=patience_s) for node, peer in cluster.peers.items()
-        }
-        self._slots = slots
+        patience_s = min(10.0, timeout_s / 4)
+        peers = {node: replace(peer, timeout_s=patience_s) for node, peer in cluster.peers.items()}
         self._tag = f"restore/{number}"
         self._timeout_s = timeout_s
         self._after = after
-        self._agent_answers = False  # a moment ago
-        self.leader = Leader(cluster, self._peers, session=meeting.session)
+        self._bringer = Bringer(
+            cluster,
+            peers,
+            slots,
+            tracer,
+            rank=meeting.rank,
+            ranks=meeting.world_size,
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
+        self.leader = Leader(cluster, peers, session=meeting.session)
 
     def run(
         self, state: dict[str, Any], wanted: Wanted, *, required: bool
@@ -149,7 +141,7 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
-        with self.leader:
+        with self.leader, self._bringer:
             return self._run(state, wanted, required=required)
 
     def _run(
@@ -158,7 +150,7 @@ class Restorer:
         started_s = time.monotonic()
         for attempt in range(1000):
             began = moment()
-            order = self._order(attempt, wanted)
+            order = self._order(attempt, wanted, prepare=wanted)
             if order.header is None:
                 if order.rejected or required or wanted.named:
                     raise NothingToRestore(
@@ -169,15 +161,14 @@ class Restorer:
                 return order, None
             shard = order.header.shard
             self._tracer.since(began, "choose", shard)
-            brought, outcome = self._prepare(order, state)
+            ready, outcome = self._prepare(order, state)
             with self._tracer.span("agree", shard):
                 agreed = self._verdict(attempt, shard.generation, outcome, wanted)
             if agreed:
-                assert brought is not None
-                assert brought.load is not None
+                assert ready is not None
                 with self._tracer.span("load", shard):
-                    brought.load()
-                return order, self._restored(order, brought, started_s)
+                    ready.load()
+                return order, self._restored(order, ready.brought, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
     def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
@@ -199,36 +190,32 @@ class Restorer:
             order.margin,
             order.rejected,
             order.shards,
-            self._reading_peers(),
+            self._bringer.reading_peers(),
             0.8 * self._timeout_s,
         )
 
     # -- between rank 0 and all -------------------------------------------------------------------
 
-    def _order(self, attempt: int, wanted: Wanted, *, alike: bool = False) -> Order:
+    def _order(
+        self, attempt: int, wanted: Wanted, *, prepare: Wanted | None = None, alike: bool = False
+    ) -> Order:
         def lead(payloads: list[bytes]) -> Sequence[bytes]:
             known = [int(payload) for payload in payloads]
             orders = self.leader.order(wanted, known=known, alike=alike)
             return [wire.pack(order) for order in orders]
 
         tag = f"{self._tag}/{attempt}/order"
-        known = b"0" if attempt else str(self._known_timeline()).encode()
+        known = b"0" if attempt else str(self._known_timeline(prepare)).encode()
         answer = self._meeting.decide(tag, known, lead, timeout_s=self._timeout_s)
         return wire.unpack(Order, answer)
 
-    def _known_timeline(self) -> int:
+    def _known_timeline(self, prepare: Wanted | None) -> int:
         """The newest that this session or this node's agent has seen: it saves rank 0 a round.
 
         This session's own counts even where all agents forgot it: its saves are still counted in
         the store, and a save of the same name would be taken for one of them.
         """
-        agent = replace(self._cluster.agent, timeout_s=_KNOWN_TIMEOUT_S)
-        try:
-            fence = agent.inventory(self._cluster.run).fence
-        except (EcckptError, OSError):
-            return self._after
-        self._agent_answers = True
-        return max(self._after, fence)
+        return max(self._after, self._bringer.known_timeline(prepare))
 
     def _verdict(
         self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
@@ -244,146 +231,26 @@ class Restorer:
 
     # -- every rank -------------------------------------------------------------------------------
 
-    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Brought | None, Outcome]:
+    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Ready | None, Outcome]:
         rank = self._meeting.rank
         brought = None
         try:
             assert order.header is not None
             with self._tracer.span("bring", order.header.shard):
-                brought = self._bring_shard(order, state)
+                brought = self._bringer.bring(order, state)
             with self._tracer.span("check", order.header.shard):
-                brought = replace(brought, load=check(state, brought.shard))
+                load = check(state, brought.shard)
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
         except (MemoryBudgetTooSmall, TmpfsFull, NotMapped, MemoryError) as error:
             return None, Outcome("room", f"rank {rank}: {error or 'MemoryError'}")
         except (EcckptError, OSError) as error:
-            self._await_agent()
+            self._bringer.await_agent()
             return None, Outcome("bad", f"rank {rank}: {error}")
-        return brought, Outcome("ok", "")
+        return _Ready(brought, load), Outcome("ok", "")
 
-    def _await_agent(self) -> bool:
-        """Whether this node's agent answers, now or soon: it may be on its way back."""
-        deadline_s = time.monotonic() + self._patience_s
-        agent = replace(self._cluster.agent, timeout_s=self._patience_s)
-        while time.monotonic() < deadline_s:
-            try:
-                agent.node()
-            except (EcckptError, OSError):
-                time.sleep(0.1)
-            else:
-                return True
-        return False
-
-    def _bring_shard(self, order: Order, state: dict[str, Any]) -> _Brought:
-        assert order.header is not None
-        if order.shards:
-            return self._reshape(order, state)
-        peers = self._reading_peers()
-        for _ in range(2):
-            if not (self._agent_answers or self._await_agent()):
-                break
-            self._agent_answers = False
-            try:
-                return self._through_agent(order)
-            except AgentUnreachable as error:
-                _log.warning("rank %d: %s", self._meeting.rank, error)
-        return self._without_agent(order, peers)
-
-    def _through_agent(self, order: Order) -> _Brought:
-        assert order.header is not None
-        shard_bytes = order.header.shard_bytes
-        payload = self._from_home(order) if order.local else None
-        if payload is not None:
-            return _Brought(read_shard(payload[:shard_bytes]), "home")
-        fetched = self._fetch(order)
-        shard = read_shard(self._proven(fetched.slot)[:shard_bytes])
-        return _Brought(shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments)
-
-    def _without_agent(self, order: Order, peers: Peers) -> _Brought:
-        """Straight from the others, into memory of this process that is as large as the shard."""
-        assert order.header is not None
-        _log.warning("rank %d restores without its node's agent", self._meeting.rank)
-        by_address = {peer.address: peer for peer in peers.clients.values()}
-        fragments = {each.index: each.addresses for each in order.sources}
-        sources = ShardSources(order.header, (), fragments)
-        reader = ShardReader(sources, replace(peers, clients=by_address))
-        shard = read_shard(reader.whole())
-        return _Brought(shard, "peers", reader.pulled_bytes, reader.rebuilt_fragments)
-
-    def _reshape(self, order: Order, state: dict[str, Any]) -> _Brought:
-        rank, ranks = self._meeting.rank, self._meeting.world_size
-        made = reshape_from(order.shards, self._reading_peers(), state, rank=rank, ranks=ranks)
-        return _Brought(
-            made.shard, "peers", made.pulled_bytes, made.rebuilt_fragments, made.reseeded
-        )
-
-    def _reading_peers(self) -> Peers:
-        return Peers(
-            clients=self._peers,
-            near=self._cluster.home.node,
-            home=self._home_payload,
-            spread=self._meeting.rank,
-            deadline_s=time.monotonic() + 0.8 * self._timeout_s,
-        )
-
-    def _home_payload(self, header: Header) -> memoryview:
-        """A home copy of this node where it lies, nothing of it proven."""
-        slot = self._cluster.agent.slot(header.shard)
-        return self._slots.payload(slot, header.payload_bytes, to_write=False)
-
-    def _from_home(self, order: Order) -> memoryview | None:
-        """The local home copy if every block of it proves right, else None: peers will have it."""
-        assert order.header is not None
-        try:
-            return self._proven(self._cluster.agent.slot(order.header.shard))
-        except NotHeld:
-            return None  # on disk only: fetching brings it into memory
-        except NotMapped:
-            raise  # there is no more room for another copy of it
-        except EcckptError as error:
-            _log.warning("home copy refused, asking peers: %s", error)
-            return None
-
-    def _fetch(self, order: Order) -> wire.Fetched:
-        assert order.header is not None
-        agent = replace(self._cluster.agent, timeout_s=0.1 * self._timeout_s)
-        return agent.fetch(
-            wire.Fetch(
-                header=order.header,
-                writer=order.timeline,
-                sources=order.sources,
-                memory_bytes=self._cluster.memory_bytes,
-                timeout_s=0.8 * self._timeout_s,
-            )
-        )
-
-    def _proven(self, slot: wire.Slot) -> memoryview:
-        """The payload of a slot, every block checked here, where it is about to be used."""
-        with self._tracer.span("prove", slot.header.shard):
-            return self._proven_payload(slot)
-
-    def _proven_payload(self, slot: wire.Slot) -> memoryview:
-        header = slot.header
-        payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
-        size_bytes = header.fragment_bytes
-        views = {
-            index: payload[index * size_bytes : (index + 1) * size_bytes]
-            for index in range(header.k)
-        }
-        table = self._cluster.agent.table(header)
-        bad = Codec(header.k, header.m).verify(
-            views, table, header.block_bytes, threads=COPY_THREADS
-        )
-        if bad:
-            raise CorruptFragment(
-                f"home copy of {header.shard}: {len(bad)} of {header.k * header.rows} blocks "
-                f"fail their CRC32C, the first in fragment {bad[0][0]}, block {bad[0][1]}"
-            )
-        return payload
-
-    def _restored(self, order: Order, brought: _Brought, started_s: float) -> Restored:
+    def _restored(self, order: Order, brought: Brought, started_s: float) -> Restored:
         assert order.header is not None
         generation = order.header.shard.generation
         if brought.reseeded:

@@ -435,3 +435,16 @@ def test_a_region_given_back_is_not_kept_for_its_huge_pages(tier, impatient):
     del region
     assert tier._drop_spares() == 1
     assert mappings() < before
+
+
+def test_each_use_of_a_region_has_a_number_of_its_own(root, tier):
+    first = take(tier, MIB)
+    uses = [first.use]
+    for _ in range(3):
+        tier.recycle("test", first)
+        assert take(tier, MIB) is first
+        uses.append(first.use)
+    after_a_kill = MemoryTier(root, node="n1").adopt("test", first.path)
+    assert after_a_kill.name == first.name
+    uses.append(after_a_kill.use)
+    assert len(set(uses)) == 5

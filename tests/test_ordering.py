@@ -5,7 +5,16 @@ from builders import generation, header, inventory
 
 from ecckpt.errors import NoRoomToRestore, StateMismatch
 from ecckpt.fragment import HOME
-from ecckpt.ordering import Outcome, Refusals, judge, passes_over, way_home
+from ecckpt.lineage import RollBack
+from ecckpt.ordering import (
+    Outcome,
+    Refusals,
+    Wanted,
+    judge,
+    likely_home,
+    passes_over,
+    way_home,
+)
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.recovery import plan_recovery
 
@@ -73,3 +82,26 @@ def test_a_shard_comes_home_from_every_place_that_has_it():
 def test_a_home_copy_at_home_is_local():
     (shard,) = plan_recovery("test", [kept("n0", HOME)]).chosen.shards
     assert way_home(shard, "n0", PLACEMENT, ADDRESS).local
+
+
+def test_the_newest_home_copy_of_a_rank_is_what_it_will_likely_load():
+    mine = [header(gen=gen, rank=1, world_size=2) for gen in (NEW, OLD)]
+    others = [
+        header(gen=generation(1, 11), rank=0, world_size=2),
+        header(gen=generation(1, 11), rank=1, world_size=3),
+        header(2, gen=generation(1, 11), rank=1, world_size=2),
+    ]
+    here = inventory("n0", [*mine, *others])
+
+    def likely(wanted, inventory=here):
+        found = likely_home(inventory, wanted, rank=1, ranks=2)
+        return found and found.shard.generation
+
+    assert likely(Wanted()) == NEW
+    assert likely(Wanted(step=9)) == OLD
+    assert likely(Wanted(generation=OLD)) == OLD
+    assert likely(Wanted(step=8)) is None
+    assert likely(Wanted(), inventory("n0", others)) is None
+    went_back = inventory("n0", mine, roll_backs=[RollBack(2, OLD)])
+    assert likely(Wanted(), went_back) == OLD
+    assert likely(Wanted(step=10), went_back) == NEW

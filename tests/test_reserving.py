@@ -48,7 +48,7 @@ class Agent:
         answer = self.answers.pop(0) if self.answers else wish.header.file_bytes
         if isinstance(answer, Exception):
             raise answer
-        return wire.Slot(self.path, f"region{len(self.asked)}", answer, 4096, wish.header)
+        return wire.Slot(self.path, f"region{len(self.asked)}", 1, answer, 4096, wish.header)
 
     def node(self):
         if not self.alive:

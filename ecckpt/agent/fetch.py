@@ -90,7 +90,9 @@ class Fetcher:
 
 def slot_of(header: Header, region: Region) -> wire.Slot:
     """How a trainer on this node reaches a home copy, or the place for one."""
-    return wire.Slot(str(region.path), region.name, region.size_bytes, SUPERBLOCK_BYTES, header)
+    return wire.Slot(
+        str(region.path), region.name, region.use, region.size_bytes, SUPERBLOCK_BYTES, header
+    )
 
 
 def _allocate(fetching: Fetching, size_bytes: int) -> Allocate:

@@ -8,6 +8,7 @@ for the next taker instead of being freed.
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import secrets
@@ -24,15 +25,20 @@ from ecckpt.tiers.accounts import Accounts
 from ecckpt.tiers.hugepages import HugePages
 
 _ZEROS = bytes(1 << 20)
+_USE_BITS = 62
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Region:
-    """One file of the tier, mapped for as long as the object lives."""
+    """One file of the tier, mapped for as long as the object lives.
+
+    ``use`` is another number each time that somebody takes it, in any process.
+    """
 
     path: Path
     size_bytes: int
     view: memoryview = field(repr=False)
+    use: int = 0
 
     @property
     def name(self) -> str:
@@ -49,6 +55,8 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._accounts: Accounts[Region] = Accounts(node)
         self._huge_pages = HugePages()
+        # What an earlier agent has counted is not known: it began somewhere else.
+        self._uses = itertools.count(secrets.randbits(_USE_BITS))
 
     def default_budget_bytes(self) -> int:
         """Half of the tmpfs: what a run may use unless told otherwise."""
@@ -71,14 +79,17 @@ class MemoryTier:
         with self._lock:
             region = self._accounts.take(run, size_bytes)
             if region is not None:
+                region.use = next(self._uses)
                 return region
             self._make_room(run, size_bytes, budget_bytes, what)
         try:
-            return self._create_at_any_price(size_bytes)
+            region = self._create_at_any_price(size_bytes)
         except BaseException:
             with self._lock:
                 self._accounts.release(run, size_bytes)
             raise
+        region.use = next(self._uses)
+        return region
 
     def take_spare(self, run: str, size_bytes: int) -> Region | None:
         """As ``allocate``, but only a region that is spare; None if none fits."""
@@ -111,6 +122,7 @@ class MemoryTier:
     def adopt(self, run: str, path: Path) -> Region:
         """Take over a region that an earlier agent left."""
         region = _map(path, path.stat().st_size)
+        region.use = next(self._uses)
         self._huge_pages.want(region)
         with self._lock:
             self._accounts.adopt(run, region)

@@ -29,12 +29,14 @@ class Reserve:
 class Slot:
     """A reserved file: map ``path``, the shard belongs at ``payload_offset``.
 
-    ``region`` names the file for life: a mapping made once stays good for it. ``file_bytes`` is
-    how much fits into it.
+    ``region`` names the file for life: a mapping made once stays good for it. ``use`` is another
+    number whenever the region is taken for something else; while it is the same, so is what was
+    sealed there. ``file_bytes`` is how much fits into it.
     """
 
     path: str
     region: str
+    use: int
     file_bytes: int
     payload_offset: int
     header: Header

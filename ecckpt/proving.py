@@ -1,0 +1,118 @@
+"""Home copies of this node, proven where they lie: every block checked before it is used.
+
+The one that a restore will most likely be told to load can be proven ahead, while rank 0 still
+chooses (docs/decisions/0110-prove-while-choosing.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from ecckpt import wire
+from ecckpt.blocks import span_of
+from ecckpt.client import AgentClient
+from ecckpt.codec import Codec
+from ecckpt.copying import COPY_THREADS
+from ecckpt.errors import CorruptFragment
+from ecckpt.fragment import Header
+from ecckpt.generation import ShardId
+from ecckpt.slots import Slots
+from ecckpt.state import Shard, read_shard
+from ecckpt.tracing import Tracer
+
+_log = logging.getLogger(__name__)
+
+# So much of a shard is still proven after nobody wants it any more.
+_PIECE_BYTES = 64 << 20
+
+
+class _Unwanted(Exception):
+    """Nobody waits for this proof any more."""
+
+
+class Prover:
+    """Proves what this node's ``agent`` has in its slots."""
+
+    def __init__(self, slots: Slots, tracer: Tracer) -> None:
+        self._slots, self._tracer = slots, tracer
+
+    def prove(
+        self, slot: wire.Slot, agent: AgentClient, *, unwanted: threading.Event | None = None
+    ) -> memoryview:
+        """The payload of a slot, every block checked; valid until its generation is retired.
+
+        Raises ``CorruptFragment`` if one is bad, and what ``Slots.payload`` and the agent raise.
+        """
+        header = slot.header
+        with self._tracer.span("prove", header.shard):
+            payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
+            bad = self._bad_blocks(header, payload, agent, unwanted or threading.Event())
+        if bad:
+            raise CorruptFragment(
+                f"home copy of {header.shard}: {len(bad)} of {header.k * header.rows} blocks "
+                f"fail their CRC32C, the first in fragment {bad[0][0]}, block {bad[0][1]}"
+            )
+        return payload
+
+    @staticmethod
+    def _bad_blocks(
+        header: Header, payload: memoryview, agent: AgentClient, unwanted: threading.Event
+    ) -> list[tuple[int, int]]:
+        table, codec = agent.table(header), Codec(header.k, header.m)
+        step = max(1, _PIECE_BYTES // (header.k * header.block_bytes))
+        bad = []
+        for start in range(0, header.rows, step):
+            if unwanted.is_set():
+                raise _Unwanted
+            rows = slice(start, min(start + step, header.rows))
+            span = span_of(header, rows)
+            views = {
+                index: payload[index * header.fragment_bytes :][span] for index in range(header.k)
+            }
+            found = codec.verify(views, table[:, rows], header.block_bytes, threads=COPY_THREADS)
+            bad += [(index, start + row) for index, row in found]
+        return sorted(bad)
+
+
+class ProofAhead:
+    """One home copy, proven and read by a thread of its own before anybody was told to load it.
+
+    ``agent`` has the patience that its two requests may cost. Nothing that fails here is an error:
+    whoever is then told to load the shard proves it again, and reports what is wrong. ``end`` is
+    to be called in any case, and leaves no thread behind.
+    """
+
+    def __init__(self, prover: Prover, agent: AgentClient, shard: ShardId) -> None:
+        self._prover, self._agent, self._shard = prover, agent, shard
+        self._unwanted = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ecckpt-prove")
+        self._proof = self._pool.submit(self._prove)
+
+    def take(self, slot: wire.Slot, *, timeout_s: float) -> Shard | None:
+        """The shard in this slot, if it is what was proven: the same one, in the same place.
+
+        The slot has to be asked for after all older writers were fenced off: an agent that still
+        answers with the same ``use`` has not given the region up since the proof began.
+        """
+        if slot.header.shard != self._shard:
+            self._unwanted.set()
+            return None
+        try:
+            proven, shard = self._proof.result(timeout_s)
+        except Exception as error:  # it is met again, by whoever waits for it
+            self._unwanted.set()
+            _log.info("%s is not proven ahead: %s", self._shard, error)
+            return None
+        return shard if proven == slot else None
+
+    def end(self) -> None:
+        """Wait for the thread, which is at its next piece, or in a request, at most."""
+        self._unwanted.set()
+        self._pool.shutdown()
+
+    def _prove(self) -> tuple[wire.Slot, Shard]:
+        slot = self._agent.slot(self._shard)
+        payload = self._prover.prove(slot, self._agent, unwanted=self._unwanted)
+        return slot, read_shard(payload[: slot.header.shard_bytes])
