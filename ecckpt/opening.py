@@ -21,7 +21,6 @@ import torch
 from ecckpt.client import AgentClient
 from ecckpt.errors import (
     AgentUnreachable,
-    CorruptFragment,
     EcckptError,
     InvalidConfig,
     NothingToRestore,
@@ -32,9 +31,8 @@ from ecckpt.ordering import sources_of
 from ecckpt.reading import Peers, ShardReader
 from ecckpt.recovery import GenerationReport, Inventory, plan_recovery
 from ecckpt.state.catalogue import Piece, Whole, catalogue
-from ecckpt.state.layout import Header, header_bytes, parse_header
+from ecckpt.state.header import Header, header_bytes, parse_header
 from ecckpt.state.metadata import Notes, parse_notes
-from ecckpt.state.paths import VALUES_NAME
 from ecckpt.state.resolving import resolve
 from ecckpt.state.shard import outline
 from ecckpt.state.stored import CONTAINERS, StoredObject, StoredTensor, dict_like, items_like
@@ -136,7 +134,7 @@ class Opened(Mapping[str, torch.Tensor]):
     def _tree(self, rank: int, place: Callable[[StoredTensor], Any]) -> dict[Any, Any]:
         self._check_rank(rank)
         header, notes = self._shards[rank]
-        blob = header.entries[-1]
+        blob = header.values
         values = bytearray(blob.end - blob.begin)
         self._readers[rank].read(header.data_start + blob.begin, memoryview(values))
         saved = resolve(outline(header, notes, bytes(values)).tree(), lambda path, text: None)
@@ -291,8 +289,7 @@ def _header(reader: ShardReader) -> tuple[Header, Notes]:
     buffer = bytearray(header_bytes(memoryview(prefix), len(reader.data)))
     reader.read(0, memoryview(buffer))
     header = parse_header(memoryview(buffer), len(reader.data))
-    if not header.entries or header.entries[-1].name != VALUES_NAME:
-        raise CorruptFragment("a shard without values at its end")
+    header.require_values()
     return header, parse_notes(header.metadata)
 
 

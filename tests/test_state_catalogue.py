@@ -1,20 +1,30 @@
 """What headers say of a whole generation: parts that fit together, and parts that cannot."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ecckpt.errors import CorruptFragment, StateMismatch
 from ecckpt.state.catalogue import catalogue
-from ecckpt.state.layout import Header, arrange
+from ecckpt.state.header import parse_header
+from ecckpt.state.layout import arrange, render_entries, render_header
 from ecckpt.state.metadata import Notes
 from ecckpt.state.sharding import Sharding
 
 
+def header_of(*tensors):
+    """The header of a shard of float32 tensors, given by name and shape; as if it were short."""
+    entries = arrange([(name, "F32", shape, 4) for name, shape in tensors])
+    data_bytes = max(entry.end for entry in entries)
+    text = render_header(render_entries(entries, {}), data_bytes=data_bytes, values_bytes=0)
+    return replace(parse_header(memoryview(text), len(text) + data_bytes), data_start=64)
+
+
 def part(shape, offset, rank, *, whole=(4, 6), coordinate=()):
     """One rank's header with one float32 tensor "x", a box of a global one."""
-    entries = (*arrange([("x", "F32", shape, 4)]), None)
     sharding = Sharding(whole, (6, 1), ("S(0)",), (9,), coordinate or (rank,), offset)
-    return Header(entries, {}, 64), Notes(shardings={"x": sharding})
+    return header_of(("x", shape)), Notes(shardings={"x": sharding})
 
 
 def problem(*parts):
@@ -65,14 +75,14 @@ def test_replicas_are_not_compared_but_two_at_one_place_are():
 
 
 def test_ranks_that_contradict_each_other():
-    whole = (Header((*arrange([("x", "F32", (4, 6), 4)]), None), {}, 64), Notes())
+    whole = (header_of(("x", (4, 6))), Notes())
     assert "sharded on some ranks" in problem(part((4, 6), (0, 0), 0), whole)
     other = part((4, 6), (0, 0), 1, whole=(5, 6))
     assert "float32 of shape [5, 6] on rank 1" in problem(part((4, 6), (0, 0), 0), other)
 
 
 def plain(*names):
-    return Header((*arrange([(name, "F32", (2,), 4) for name in names]), None), {}, 64)
+    return header_of(*((name, (2,)) for name in names))
 
 
 def test_tied_is_what_is_tied_on_all_ranks():

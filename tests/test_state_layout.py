@@ -118,6 +118,10 @@ BAD_HEADERS = {
     "three offsets": changed("w", data_offsets=[0, 1, 2]),
     "no offsets": changed("w", data_offsets=None),
     "one field too many": changed("w", more=1),
+    "a field twice": json.dumps(HEADER).encode().replace(b'"shape"', b'"dtype"', 1),
+    "pairs for an object": json.dumps(HEADER | {"w": list(HEADER["w"].items())}).encode(),
+    "a shape that is an object": changed("w", shape={"2": 3}),
+    "a nested object": changed("w", data_offsets={"a": 1, "b": 2}),
     "overlapping": changed("w", data_offsets=HEADER["a"]["data_offsets"], shape=[4]),
     "beyond the end": changed("w", data_offsets=[10**15, 10**15 + 24]),
     "beyond 64 bits": changed("w", data_offsets=[2**70, 2**70 + 24]),
@@ -153,10 +157,42 @@ def test_malformed_headers_are_corrupt(name):
 
 
 def test_the_header_may_be_spelled_otherwise():
-    text = json.dumps(dict(reversed(HEADER.items())), indent=1).encode()
+    entries = HEADER | {"w": dict(reversed(HEADER["w"].items()))}
+    text = json.dumps(dict(reversed(entries.items())), indent=1).encode()
     shard = read_shard(memoryview(with_header(text)))
     assert torch.equal(shard.tensors["w"], STATE["w"])
+    assert torch.equal(shard.tensors["z"], STATE["z"])
     assert shard.tree()["step"] == 3
+
+
+def test_what_is_wrong_is_named():
+    for header, words in {
+        "more bytes than it has": "'w' at bytes 48 to 72: not as many as its shape wants",
+        "a hole": "'ecckpt%values' at bytes 72 to [0-9]+: not where the one before",
+        "an unknown dtype": "'w' has 'F33' as its dtype",
+        "a size that is a bool": "'a' is not described as a tensor",
+        "a negative size": "'w' has sizes that are none",
+        "a shape too large": "'empty' has a shape that is too large",
+    }.items():
+        with pytest.raises(CorruptFragment, match=words):
+            read_shard(memoryview(with_header(BAD_HEADERS[header])))
+
+
+def test_bytes_of_wide_elements_are_aligned_to_them():
+    text = json.dumps(
+        {
+            "__metadata__": HEADER["__metadata__"] | {"ecckpt.dtypes": '{"z":"complex128"}'},
+            "b": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+            "z": {"dtype": "U8", "shape": [1, 16], "data_offsets": [8, 24]},
+            VALUES_NAME: {
+                "dtype": "U8",
+                "shape": [len(DATA) - 24],
+                "data_offsets": [24, len(DATA)],
+            },
+        }
+    ).encode()
+    with pytest.raises(CorruptFragment, match=r"'z' is no torch\.complex128 as bytes"):
+        read_shard(memoryview(with_header(text)))
 
 
 def test_a_header_of_another_length_is_corrupt():

@@ -309,7 +309,7 @@ def read_contents(trees: Iterable[dict[Any, Any]]) -> Contents:
 def _add_chunk(found: dict[str, Any], name: str, stored: Any) -> tuple[int, ...]:
     if type(name) is not str or type(stored) is not StoredTensor:
         raise CorruptFragment(f"{name!r:.80} is neither a tensor nor noted as a value")
-    local = tuple(stored.data.shape)
+    local = tuple(stored.shape)
     box = stored.sharding or box_of(local, (0,) * len(local))
     shape, offset = box.shape, box.offset or ()
     if not len(offset) == len(local) == len(shape) or any(
@@ -318,10 +318,10 @@ def _add_chunk(found: dict[str, Any], name: str, stored: Any) -> tuple[int, ...]
         raise CorruptFragment(f"{name!r:.80}: a part that is no box of its tensor")
     known = found.setdefault(
         name,
-        TensorStorageMetadata(TensorProperties(stored.data.dtype), torch.Size(shape), []),
+        TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(shape), []),
     )
     if not isinstance(known, TensorStorageMetadata) or (
-        (tuple(known.size), known.properties.dtype) != (shape, stored.data.dtype)
+        (tuple(known.size), known.properties.dtype) != (shape, stored.dtype)
     ):
         raise StateMismatch([f"{name}: not the same kind of tensor on all ranks that saved it"])
     known.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(local)))

@@ -14,7 +14,8 @@ import torch
 
 from ecckpt.errors import CorruptFragment, StateMismatch
 from ecckpt.state.dtypes import BYTES_DTYPES, DTYPE_OF
-from ecckpt.state.layout import Entry, Header
+from ecckpt.state.header import Header
+from ecckpt.state.layout import Entry
 from ecckpt.state.metadata import Notes
 from ecckpt.state.sharding import Sharding
 
@@ -92,9 +93,7 @@ def catalogue(
     tied: set[str] = set()
     for rank in sorted(shards, key=lambda rank: (rank != prefer, rank)):
         header, notes = shards[rank]
-        own = {  # the last entry is the values
-            entry.name: _found(rank, entry, header, notes) for entry in header.entries[:-1]
-        }
+        own = {entry.name: _found(rank, entry, header, notes) for entry in header.entries}
         if not own.keys() >= set(notes.aliases.values()) or own.keys() & notes.aliases.keys():
             raise CorruptFragment(f"rank {rank}: aliases that do not lead to tensors")
         others = {alias: own[name] for alias, name in notes.aliases.items()}

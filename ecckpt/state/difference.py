@@ -95,10 +95,7 @@ class _Comparison:
             self.node(child, theirs[key], (*path, key))
 
     def _tensor(self, mine: StoredTensor, theirs: StoredTensor, path: Path) -> None:
-        forms = [
-            (each.name, each.data.dtype, each.sharding or each.data.shape)
-            for each in (mine, theirs)
-        ]
+        forms = [(each.name, each.dtype, each.sharding or each.shape) for each in (mine, theirs)]
         if mine.sharding is not None and theirs.sharding is not None:
             return  # whether they are parts of one tensor shows when they are put together
         if forms[0] != forms[1]:

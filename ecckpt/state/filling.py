@@ -4,56 +4,72 @@ memory; by torch, where they are anything else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ecckpt.copying import COPY_THREADS, copy_many
-from ecckpt.state.tensors import fill
+from ecckpt.state.stored import StoredTensor
+from ecckpt.state.tensors import fill, is_raw
+
+_address_of, _bytes_of = attrgetter("address"), attrgetter("form.size_bytes")
 
 
 class Fills:
-    """Pairs of tensors to copy, collected while a state is fitted and copied together."""
+    """Live tensors and the saved ones that go into them, collected and then copied together."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unusual: list[tuple[torch.Tensor, StoredTensor]] = []
+        self._plain: list[torch.Tensor] = []
+        self._sources: list[StoredTensor] = []
+        self._addresses: list[int] = []  # of the plain ones
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, target: torch.Tensor, source: StoredTensor) -> None:
         """Note that ``source``, of the same shape and dtype, goes into ``target``."""
-        self._pairs.append((target, source))
+        if is_raw(target) and not target.is_inference() and source.address:
+            self.add_plain([target], [target.data_ptr()], [source])
+        else:
+            self._unusual.append((target, source))
+
+    def add_plain(
+        self,
+        targets: Sequence[torch.Tensor],
+        addresses: Sequence[int],
+        sources: Sequence[StoredTensor],
+    ) -> None:
+        """``add`` for many: each target is raw memory at its address, and so is each source."""
+        self._plain += targets
+        self._addresses += addresses
+        self._sources += sources
 
     def run(self) -> None:
         """Copy everything that was noted."""
-        rows = []
-        written = []
-        for target, source in self._pairs:
-            if not (_is_plain(target) and _is_plain(source)):
-                fill(target, source)
-            elif target.nbytes:
-                rows.append((source.data_ptr(), target.data_ptr(), target.nbytes))
-                written.append(target)
-        if rows:
-            _copy(np.array(rows, np.int64))
+        for target, source in self._unusual:
+            fill(target, source.data)
+        columns = map(_address_of, self._sources), self._addresses, map(_bytes_of, self._sources)
+        rows = np.column_stack([np.fromiter(each, np.int64, len(self._plain)) for each in columns])
+        full = rows[:, 2] > 0
+        if full.any():
+            _copy(rows[full])
             # As after copy_(): a graph that kept one of them must not be used with new values.
+            written = list(compress(self._plain, full.tolist()))
             torch.autograd.graph.increment_version(written)
-        self._pairs.clear()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are one range of the CPU's memory, as they are."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
-    )
+        for noted in (self._unusual, self._plain, self._sources, self._addresses):
+            noted.clear()
 
 
 def _copy(rows: NDArray[np.int64]) -> None:
-    """Copy ranges; those of tied tensors, which overlap, one after another and not in threads."""
-    order = np.argsort(rows[:, 1], kind="stable")
-    begins, ends = rows[order, 1], rows[order, 1] + rows[order, 2]
+    """Copy ranges. Of tied tensors the last is enough; what overlaps else goes one by one."""
+    ordered = rows[np.argsort(rows[:, 1], kind="stable")]
+    last = np.append((ordered[1:, 1:] != ordered[:-1, 1:]).any(axis=1), True)
+    ordered = ordered[last]
+    begins, ends = ordered[:, 1], ordered[:, 1] + ordered[:, 2]
     if (begins[1:] >= np.maximum.accumulate(ends)[:-1]).all():
-        copy_many(rows, threads=COPY_THREADS)
+        copy_many(ordered, threads=COPY_THREADS)
         return
     for row in rows:
         copy_many(row[None, :])

@@ -5,20 +5,23 @@ Fitting changes nothing: it collects every problem, and steps to run if there is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ecckpt.errors import StateMismatch, UnsupportedState
+from ecckpt.state.columns import TOGETHER
 from ecckpt.state.filling import Fills
+from ecckpt.state.matching import Filled, Pair, matching
 from ecckpt.state.paths import Path, describe
-from ecckpt.state.sharding import Shardings, is_dtensor
-from ecckpt.state.stored import StoredTensor, fresh_tensor, replace_tensors, stored_name
-from ecckpt.state.tensors import collapse, memory_key, part_of, same_bytes
+from ecckpt.state.sharding import Shardings
+from ecckpt.state.stored import StoredTensor, stored_name
+from ecckpt.state.tensors import collapse, part_of, same_bytes
 
-Find = Callable[[StoredTensor, Path], torch.Tensor | None]
+_name_of = attrgetter("name")
 
 
 class Phase(IntEnum):
@@ -37,12 +40,19 @@ class Fit:
     """
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
         self.likes: dict[str, torch.Tensor] = {}
         self.shardings = Shardings()
+        self._problems: list[str] = []
+        self._waiting: list[Pair] = []
+        self._filled = Filled(self.shardings)
         self._fills = Fills()
         self._steps: list[tuple[Phase, Callable[[], object]]] = []
-        self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """What does not fit, in the order in which the states were walked."""
+        self._settle()
+        return self._problems
 
     def problem(self, path: Path, text: str) -> None:
         """Note that what is at ``path`` does not fit."""
@@ -66,6 +76,8 @@ class Fit:
 
     def keys(self, live: Collection[Any], stored: Collection[Any], path: Path) -> bool:
         """Whether both have the same keys; each one that only one of them has is a problem."""
+        if live == stored:  # of two views of keys: as sets
+            return True
         missing = [key for key in live if key not in stored]
         unexpected = [key for key in stored if key not in live]
         for key in missing:
@@ -86,18 +98,20 @@ class Fit:
             self.problem(path, f"a tensor here, {stored_name(stored)} saved")
             return
         self.likes[stored.name] = live
-        try:
-            part = part_of(live, path, self.shardings)
-        except UnsupportedState as error:
-            self.problems.append(str(error))
+        self._waiting.append((live, stored, path))
+
+    def tensors(
+        self, live: Mapping[Any, torch.Tensor], stored: Mapping[Any, Any], path: Path
+    ) -> None:
+        """``tensor`` for all of a dict, of which ``stored`` has every key."""
+        chosen = [stored[key] for key in live]
+        if {StoredTensor}.issuperset(map(type, chosen)):
+            self.likes.update(zip(map(_name_of, chosen), live.values(), strict=True))
+            paths = [(*path, key) for key in live]
+            self._waiting += zip(live.values(), chosen, paths, strict=True)
             return
-        if self.same_form(live, part.local, stored, path) and self._fillable(
-            part.local, stored, path
-        ):
-            known_path, known = self._filled.setdefault(memory_key(part), (path, stored))
-            if known.data is not stored.data and memory_key(part) is not None:
-                self._tied(known_path, known, stored, path)
-            self._fills.add(part.local, stored.data)
+        for key, tensor in live.items():
+            self.tensor(tensor, stored[key], (*path, key))
 
     def same_form(
         self, live: torch.Tensor, local: torch.Tensor, stored: StoredTensor, path: Path
@@ -111,62 +125,51 @@ class Fit:
                 f"saved as {stored.sharding or 'a whole tensor'}, "
                 f"here {sharding or 'a whole tensor'}",
             )
-        elif local.shape != stored.data.shape:
-            self.problem(
-                path, f"saved with shape {list(stored.data.shape)}, here {list(local.shape)}"
-            )
-        if local.dtype != stored.data.dtype:
-            self.problem(path, f"saved as {stored.data.dtype}, here {local.dtype}")
+        elif local.shape != stored.shape:
+            self.problem(path, f"saved with shape {list(stored.shape)}, here {list(local.shape)}")
+        if local.dtype != stored.dtype:
+            self.problem(path, f"saved as {stored.dtype}, here {local.dtype}")
         return len(self.problems) == before
 
-    def rebuild(self, node: Any, find: Find, path: Path) -> Callable[[], Any]:
-        """Fit a saved tree that will be handed to ``load_state_dict``.
+    # -- tensors that are filled in place ---------------------------------------------------------
 
-        ``find(stored, path)`` gives the live tensor that tells device and mesh, or None. The
-        function returned makes the tree, each time with new tensors.
-        """
+    def _settle(self) -> None:
+        """Look at the tensors that wait for it: together, since most are of the usual kind."""
+        waiting, self._waiting = self._waiting, []
+        for start in range(0, len(waiting), TOGETHER):
+            pairs = waiting[start : start + TOGETHER]
+            addresses = matching(pairs)
+            if addresses is not None and self._filled.add_new(addresses, pairs):
+                lives, stored, _ = zip(*pairs, strict=True)
+                self._fills.add_plain(lives, addresses, stored)
+                continue
+            for pair in pairs:
+                self._fit_one(pair)
 
-        def check(stored: StoredTensor, at: Path) -> None:
-            like = find(stored, at)
-            if like is not None:
-                self.likes[stored.name] = like
-            if stored.sharding is not None:
-                self._same_mesh(like, stored, at)
-            elif is_dtensor(like):
-                here = self.shardings.of(like)  # type: ignore[arg-type]
-                self.problem(at, f"saved as a whole tensor, here {here}")
-
-        def make(stored: StoredTensor, at: Path) -> torch.Tensor:
-            return fresh_tensor(stored, find(stored, at))
-
-        replace_tensors(node, check, path)
-        return lambda: replace_tensors(node, make, path)
-
-    def _same_mesh(self, like: torch.Tensor | None, stored: StoredTensor, path: Path) -> None:
-        if like is None or not is_dtensor(like):
-            self.problem(path, f"saved as {stored.sharding}, with no DTensor here to tell the mesh")
+    def _fit_one(self, pair: Pair) -> None:
+        live, stored, path = pair
+        try:
+            part = part_of(live, path, self.shardings)
+        except UnsupportedState as error:
+            self.problems.append(str(error))
             return
-        here, saved = self.shardings.of(like), stored.sharding  # type: ignore[arg-type]
-        assert saved is not None
-        if saved.held or (here.mesh_shape, here.coordinate, here.placements) != (
-            saved.mesh_shape,
-            saved.coordinate,
-            saved.placements,
-        ):
-            self.problem(path, f"saved as {saved}, here {here}")
-
-    def _fillable(self, local: torch.Tensor, stored: StoredTensor, path: Path) -> bool:
-        """An expanded tensor has one element for many: they must all be the same."""
-        target, source = collapse(local, stored.data)
-        fits = target is local or same_bytes(source.expand_as(stored.data), stored.data)
-        if not fits:
+        if not self.same_form(live, part.local, stored, path):
+            return
+        if not _fillable(part.local, stored):
             self.problem(path, "expanded here, but saved with elements that differ")
-        return fits
-
-    def _tied(
-        self, known_path: Path, known: StoredTensor, stored: StoredTensor, path: Path
-    ) -> None:
-        if not same_bytes(known.data, stored.data):
+            return
+        first = self._filled.first(part, pair)
+        _, known, known_path = first
+        if first is not pair and not same_bytes(known.data, stored.data):
             self.problem(
                 path, f"the same memory as {describe(known_path)} here, saved with other values"
             )
+        self._fills.add(part.local, stored)
+
+
+def _fillable(local: torch.Tensor, stored: StoredTensor) -> bool:
+    """An expanded tensor has one element for many: they must all be the same."""
+    if local.is_contiguous():
+        return True
+    target, source = collapse(local, stored.data)
+    return target is local or same_bytes(source.expand_as(stored.data), stored.data)

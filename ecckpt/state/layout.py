@@ -1,4 +1,4 @@
-"""The safetensors container of a shard: its header, written and read. No torch in here.
+"""The safetensors container of a shard: where everything goes, and its header, written. No torch.
 
 8 bytes of header length (little endian), a JSON header padded with spaces, the tensors one after
 another without holes, and the values blob as the last of them. The data begins at a multiple of 64
@@ -11,15 +11,17 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ecckpt.errors import CorruptFragment
+import numpy as np
+from numpy.typing import NDArray
+
 from ecckpt.state.paths import VALUES_NAME
 
 HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
-_ALIGN_BYTES = 64
+ALIGN_BYTES = 64
 _INT64_MAX = 2**63 - 1
-_ITEM_BYTES = {
+ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
@@ -38,13 +40,44 @@ class Entry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A header, read: the entries in the order of their bytes."""
+def size_of(code: str, shape: tuple[int, ...]) -> int:
+    """The bytes of a tensor; ``ValueError`` if there is none of this dtype and shape."""
+    if code not in ITEM_BYTES:
+        raise ValueError(f"has {code!r:.40} as its dtype")
+    if any(size < 0 for size in shape):
+        raise ValueError("has sizes that are none")
+    size_bytes = math.prod(shape) * ITEM_BYTES[code]
+    # torch multiplies the sizes that are not 0 even where one is.
+    if max(size_bytes, math.prod(max(size, 1) for size in shape)) > _INT64_MAX:
+        raise ValueError("has a shape that is too large")
+    return size_bytes
 
-    entries: tuple[Entry, ...]
-    metadata: Mapping[str, str]
-    data_start: int
+
+class Places(NamedTuple):
+    """Where tensors lie, sorted; how long each is by its shape, and how long its elements are."""
+
+    names: Sequence[str]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    items: NDArray[np.int64]
+
+    def check(self, data_bytes: int) -> None:
+        """Raise ``ValueError`` unless they fill so many bytes: no holes, each element aligned."""
+        names, begins, ends, sizes, items = self
+        bounds = np.concatenate((np.zeros(1, np.int64), ends))
+        for wrong, problem in (
+            (begins != bounds[:-1], "not where the one before it ends"),
+            (ends - begins != sizes, "not as many as its shape wants"),
+            ((begins % items != 0) & (sizes > 0), "misaligned"),
+        ):
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise ValueError(
+                    f"{names[at]!r:.80} at bytes {begins[at]} to {ends[at]}: {problem}"
+                )
+        if bounds[-1] != data_bytes:
+            raise ValueError(f"tensors of {bounds[-1]} bytes in {data_bytes} bytes of data")
 
 
 def arrange(
@@ -66,7 +99,7 @@ def arrange(
     order = sorted(range(len(tensors)), key=place)
     for index in order:
         name, code, shape, _ = tensors[index]
-        end = offset + math.prod(shape) * _ITEM_BYTES[code]
+        end = offset + math.prod(shape) * ITEM_BYTES[code]
         entries[index] = Entry(name, code, shape, offset, end)
         offset = end
     return [entries[index] for index in range(len(tensors))]
@@ -84,73 +117,8 @@ def render_header(entries: str, *, data_bytes: int, values_bytes: int) -> bytes:
     """The first bytes of a shard, up to its data: ``entries`` with the values blob added."""
     blob = Entry(VALUES_NAME, "U8", (values_bytes,), data_bytes, data_bytes + values_bytes)
     text = f"{entries},{_json(VALUES_NAME)}:{_json(_fields(blob))}}}".encode()
-    text += b" " * (-(8 + len(text)) % _ALIGN_BYTES)
+    text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
     return len(text).to_bytes(8, "little") + text
-
-
-def header_bytes(prefix: memoryview, shard_bytes: int) -> int:
-    """Length of a shard's header, from the shard's first 8 bytes; its data begins there.
-
-    ``CorruptFragment`` if a shard of that many bytes cannot have such a header.
-    """
-    if len(prefix) < 8:
-        raise CorruptFragment(f"a shard of {len(prefix)} bytes has no header")
-    text_bytes = int.from_bytes(prefix[:8], "little")
-    if text_bytes > min(HEADER_BYTES_MAX, shard_bytes - 8):
-        raise CorruptFragment(f"a header of {text_bytes} bytes in {shard_bytes} bytes of shard")
-    if (8 + text_bytes) % _ALIGN_BYTES:
-        raise CorruptFragment(f"a header of {text_bytes} bytes misaligns the data behind it")
-    return 8 + text_bytes
-
-
-def parse_header(buffer: memoryview, shard_bytes: int | None = None) -> Header:
-    """The header of the shard that fills ``buffer``; ``CorruptFragment`` if it cannot be one.
-
-    With ``shard_bytes``, the length of the shard, ``buffer`` need be no more than its header.
-    Allocates no more than the header's own length asks for, which is checked first.
-    """
-    shard_bytes = len(buffer) if shard_bytes is None else shard_bytes
-    data_start = header_bytes(buffer, min(shard_bytes, len(buffer)))
-    try:
-        fields = json.loads(bytes(buffer[8:data_start]), object_pairs_hook=_no_duplicates)
-        if not isinstance(fields, dict):
-            raise ValueError("not a JSON object")
-        metadata = fields.pop("__metadata__", {})
-        if not _all_text(metadata):
-            raise ValueError("__metadata__ is no map of texts")
-        entries = sorted(
-            (_entry(name, entry) for name, entry in fields.items()),
-            key=lambda entry: (entry.begin, entry.end),
-        )
-        _check_places(entries, shard_bytes - data_start)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptFragment(f"the header of a shard cannot be read: {error}") from error
-    return Header(tuple(entries), metadata, data_start)
-
-
-def _entry(name: str, fields: Any) -> Entry:
-    code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if len(fields) != 3 or code not in _ITEM_BYTES or type(shape) is not list:
-        raise ValueError(f"{name!r:.80} is not described as a tensor")
-    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
-        raise ValueError(f"{name!r:.80} has sizes that are none")
-    if math.prod(max(size, 1) for size in shape) > _INT64_MAX:
-        raise ValueError(f"{name!r:.80} has a shape that is too large")
-    if end - begin != math.prod(shape) * _ITEM_BYTES[code]:
-        raise ValueError(f"{name!r:.80} has {end - begin} bytes, its shape wants another number")
-    return Entry(name, code, tuple(shape), begin, end)
-
-
-def _check_places(entries: Sequence[Entry], data_bytes: int) -> None:
-    offset = 0
-    for entry in entries:
-        if entry.begin != offset:
-            raise ValueError(f"{entry.name!r:.80} begins at {entry.begin}, expected {offset}")
-        if offset % _ITEM_BYTES[entry.code] and entry.end > offset:
-            raise ValueError(f"{entry.name!r:.80} is misaligned")
-        offset = entry.end
-    if offset != data_bytes:
-        raise ValueError(f"tensors of {offset} bytes in {data_bytes} bytes of data")
 
 
 def _fields(entry: Entry) -> dict[str, Any]:
@@ -163,14 +131,3 @@ def _fields(entry: Entry) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name that comes twice")
-    return fields
-
-
-def _all_text(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(type(text) is str for text in metadata.values())

@@ -15,6 +15,7 @@ from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.modules import fit_module
 from ecckpt.state.optimizers import fit_optimizer, is_optimizer_state
 from ecckpt.state.paths import Path, describe
+from ecckpt.state.rebuilding import rebuilding
 from ecckpt.state.refill import refilled
 from ecckpt.state.resolving import resolve
 from ecckpt.state.rng import RngState
@@ -27,6 +28,7 @@ from ecckpt.state.stored import (
     replace_tensors,
     stored_name,
 )
+from ecckpt.state.tensors import PLAIN_TYPES
 from ecckpt.state.tree import Stateful, check_root, holds, is_live, is_stateful
 from ecckpt.state.values import kind_name
 
@@ -101,7 +103,10 @@ class _Walk:
 
     def _container(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         if isinstance(live, dict):
-            self._fit.keys(live.keys(), stored.keys(), path)
+            same_keys = self._fit.keys(live.keys(), stored.keys(), path)
+            if same_keys and PLAIN_TYPES.issuperset(map(type, live.values())):
+                self._fit.tensors(live, stored, path)
+                return
             for key in live:
                 if key in stored:
                     self.node(live[key], stored[key], (*path, key), _setter(live, key))
@@ -139,7 +144,7 @@ class _Walk:
         def find(_: StoredTensor, at: Path) -> torch.Tensor | None:
             return _find(template, at[len(path) :])
 
-        rebuild = self._fit.rebuild(stored, find, path)
+        rebuild = rebuilding(self._fit, stored, find, path)
         check_state_dict = getattr(live, "check_state_dict", None)
         if callable(check_state_dict) and self._with_data:
             # Copies, because views may be misaligned: torch crashes on a generator's state that is.

@@ -9,6 +9,7 @@ from torch import nn
 
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.paths import Path
+from ecckpt.state.rebuilding import rebuilding
 from ecckpt.state.sharding import is_dtensor, local_tensor
 from ecckpt.state.stored import StoredTensor, stored_name
 
@@ -28,19 +29,22 @@ def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
     live = module.state_dict()
     same_keys = fit.keys(live.keys(), stored.keys(), path)
     in_place = _is_own_memory(live, module)
+    if in_place and same_keys:
+        fit.tensors(live, stored, path)
+        return
     tensors = fit if in_place else Fit()  # filling copies would restore nothing
     for key, value in live.items():
         if key in stored and isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
             tensors.tensor(value, stored[key], (*path, key))
     if in_place or not same_keys:
         return
-    fit.problems += tensors.problems
+    fit.problems.extend(tensors.problems)
 
     def find(_: StoredTensor, at: Path) -> torch.Tensor | None:
         value = live[at[len(path)]]
         return value if isinstance(value, torch.Tensor) else None
 
-    rebuild = fit.rebuild(stored, find, path)
+    rebuild = rebuilding(fit, stored, find, path)
 
     def load() -> None:
         rebuilt = rebuild()

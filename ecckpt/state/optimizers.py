@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ecckpt.errors import UnsupportedState
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.paths import Path
+from ecckpt.state.rebuilding import rebuilding
 from ecckpt.state.sharding import is_dtensor
 from ecckpt.state.stored import StoredTensor, fresh_tensor
 from ecckpt.state.tensors import part_of
@@ -66,11 +67,11 @@ def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit:
         # torch moves plain tensors to where it wants them; `step` may stay in CPU memory.
         param = params.get(at[len(path) + 1])
         # Of a training without DTensors: what has the shape of its parameter goes along with it.
-        follows = was_whole and is_dtensor(param) and tensor.data.ndim
-        same = follows and param is not None and param.shape == tensor.data.shape
+        follows = was_whole and is_dtensor(param) and len(tensor.shape)
+        same = follows and param is not None and param.shape == tensor.shape
         return param if tensor.sharding or same else None
 
-    rebuild = fit.rebuild(stored, find, path)
+    rebuild = rebuilding(fit, stored, find, path)
 
     def load() -> None:
         optimizer.load_state_dict(rebuild())
@@ -105,6 +106,6 @@ def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params) ->
             value = live.get(key)
             if not isinstance(tensor, StoredTensor) or not isinstance(value, torch.Tensor):
                 continue
-            if value.dtype != tensor.data.dtype:
+            if value.dtype != tensor.dtype:
                 like = params[number] if is_dtensor(value) else value
                 live[key] = fresh_tensor(tensor, like)

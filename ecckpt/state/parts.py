@@ -1,30 +1,18 @@
-"""What a rank stores of many tensors, looked at once.
-
-Of 20,000 tensors each look costs a save milliseconds: they lie all over the memory, and each is a
-step of Python. So neighbours are looked at together, a few at a time, by functions that walk lists
-in C while the tensors are still in the cache.
-"""
+"""What a rank stores of many tensors, looked at once."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from operator import attrgetter
 from typing import Any, Self
 
 import torch
 
-from ecckpt.state.dtypes import STORED
+from ecckpt.state.columns import TOGETHER, columns_of
 from ecckpt.state.paths import Path
-from ecckpt.state.replicas import Replicas, is_raw
+from ecckpt.state.replicas import Replicas
 from ecckpt.state.sharding import Sharding, Shardings
-from ecckpt.state.tensors import PLAIN_TYPES, Part, memory_key, part_of, share_of
-
-_TOGETHER = 512
-_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
-_STRIDED = frozenset({torch.strided})
-_dtype_of, _shape_of, _layout_of = map(attrgetter, ("dtype", "shape", "layout"))
-_on_cpu, _nested = attrgetter("is_cpu"), attrgetter("is_nested")
+from ecckpt.state.tensors import Part, is_raw, memory_key, part_of, share_of
 
 
 class Parts:
@@ -54,8 +42,8 @@ class Parts:
         ``covered`` are the indices of those that ``replicas`` says are the same on all ranks.
         """
         parts = cls()
-        for start in range(0, len(tensors), _TOGETHER):
-            some = tensors[start : start + _TOGETHER]
+        for start in range(0, len(tensors), TOGETHER):
+            some = tensors[start : start + TOGETHER]
             if not parts._add_usual(some):
                 for index, tensor in enumerate(some, start):
                     parts._add(tensor, index, paths[index], shardings)
@@ -67,23 +55,15 @@ class Parts:
 
     def _add_usual(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Add tensors that are all of the usual kind; False, and nothing added, if any is not."""
-        dtypes = list(map(_dtype_of, tensors))
-        usual = (
-            PLAIN_TYPES.issuperset(map(type, tensors))
-            and STORED.issuperset(dtypes)
-            and _STRIDED.issuperset(map(_layout_of, tensors))
-            and all(map(_on_cpu, tensors))
-            and not any(map(_nested, tensors))
-            and not any(map(torch.Tensor.is_neg, tensors))
-            and (_COMPLEX.isdisjoint(dtypes) or not any(map(torch.Tensor.is_conj, tensors)))
-        )
-        if usual:
-            self.locals += tensors
-            self.dtypes += dtypes
-            self.shapes += map(_shape_of, tensors)
-            self.addresses += map(torch.Tensor.data_ptr, tensors)
-            self.raw += map(torch.Tensor.is_contiguous, tensors)
-        return usual
+        columns = columns_of(tensors)
+        if columns is None:
+            return False
+        self.locals += tensors
+        self.dtypes += columns.dtypes
+        self.shapes += columns.shapes
+        self.addresses += columns.addresses
+        self.raw += columns.raw
+        return True
 
     def _add(self, tensor: torch.Tensor, index: int, path: Path, shardings: Shardings) -> None:
         local, sharding = share_of(part_of(tensor, path, shardings))

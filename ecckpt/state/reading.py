@@ -15,9 +15,16 @@ import torch
 
 from ecckpt.errors import CorruptFragment
 from ecckpt.state import values
-from ecckpt.state.stored import CONTAINERS, StoredObject, StoredValue, dict_like
+from ecckpt.state.stored import (
+    CONTAINERS,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+    dict_like,
+)
 from ecckpt.state.values import DEPTH_MAX, PLAIN
 
+_LEAVES = PLAIN | {StoredTensor}
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}[A-Za-z\u03bc]{1,8}\])?")
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{1,31}")
 # Everything that the parsers below are known to raise for bytes nobody wrote.
@@ -110,7 +117,7 @@ def _check_nodes(tree: Any) -> None:
         for node in level:
             if type(node) is msgpack.Timestamp:
                 raise ValueError("a timestamp")
-            below += [child for child in _children(node) if type(child) not in PLAIN]
+            below += [child for child in _children(node) if type(child) not in _LEAVES]
         if not below:
             return
         level = below

@@ -150,8 +150,3 @@ def checksums(
         span = np.array([[plain.data_ptr(), plain.nbytes]], np.int64)
         sums[at] = checksum_many(span, threads=threads)[0]
     return sums
-
-
-def is_raw(local: torch.Tensor) -> bool:
-    """Whether the bytes in memory, from the address on, are those of the elements in C order."""
-    return local.is_cpu and local.is_contiguous() and not (local.is_neg() or local.is_conj())

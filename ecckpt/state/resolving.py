@@ -7,19 +7,29 @@ from typing import Any
 
 from ecckpt.state.paths import Path
 from ecckpt.state.registry import codec_named
-from ecckpt.state.stored import CONTAINERS, StoredObject, StoredValue, dict_like, items_like
+from ecckpt.state.stored import (
+    CONTAINERS,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+    dict_like,
+    items_like,
+)
 from ecckpt.state.values import PLAIN
 
 Problem = Callable[[Path, str], object]
+
+_MADE = PLAIN | {StoredTensor}
 
 
 def resolve(node: Any, problem: Problem, path: Path = ()) -> Any:
     """``node`` with every ``StoredValue`` in it, keys and members of sets too, made a value.
 
-    ``problem(path, text)`` is told of each that cannot be made; it stays what it is.
+    A container that holds none is not copied. ``problem(path, text)`` is told of each that cannot
+    be made; it stays what it is.
     """
     kind = type(node)
-    if kind in PLAIN:
+    if kind in _MADE:
         return node
     if kind is StoredValue:
         return _made(node, problem, path)
@@ -35,6 +45,11 @@ def resolve(node: Any, problem: Problem, path: Path = ()) -> Any:
 
 
 def _contents(node: Any, problem: Problem, path: Path) -> Any:
+    # Most containers hold nothing that is to be made, some of them tens of thousands of tensors.
+    if _MADE.issuperset(map(type, node)) and (
+        not isinstance(node, dict) or _MADE.issuperset(map(type, node.values()))
+    ):
+        return node
     if isinstance(node, dict):
         pairs = [
             (resolve(key, problem, path), resolve(value, problem, (*path, key)))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ecckpt.state.boxes import Common, byte_runs
-from ecckpt.state.layout import header_bytes
+from ecckpt.state.header import header_bytes
 from ecckpt.state.shard import Shard, read_index, read_values
 from ecckpt.state.sharding import Sharding
 from ecckpt.state.tensors import same_bytes
@@ -73,7 +73,7 @@ class SavedShard:
 
     def bring(self, names: Iterable[str]) -> None:
         """Read these tensors whole."""
-        self._bring([self._index.places[self.stored_name(name)] for name in names])
+        self._bring([self._place(name) for name in names])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as a view: zeros, until it is brought."""
@@ -86,8 +86,9 @@ class SavedShard:
     def form(self, name: str) -> Form:
         """Which part of a global tensor this shard has under ``name``, and that part's shape."""
         stored = self.stored_name(name)
-        tensor = self._index.tensors.get(stored)  # another stage of a pipeline has other names
-        shape = () if tensor is None else tuple(tensor.shape)
+        tensors = self._index.tensors
+        # Another stage of a pipeline has other names.
+        shape = tuple(tensors.form(stored).shape) if stored in tensors else ()
         return self._index.notes.shardings.get(stored), shape
 
     def differing(self, other: SavedShard, names: Iterable[str]) -> list[str]:
@@ -97,7 +98,7 @@ class SavedShard:
         """
         doubtful = []
         for name in names:
-            mine, theirs = (each._index.places[each.stored_name(name)] for each in (self, other))
+            mine, theirs = (each._place(name) for each in (self, other))
             if self._reader.digest(*mine) != other._reader.digest(*theirs):
                 doubtful.append(name)
         self.bring(doubtful)
@@ -120,7 +121,7 @@ class SavedShard:
         ]
         if not runs:
             return
-        begins = [offsets + self._index.places[name][0] for offsets, _, name in runs]
+        begins = [offsets + self._place(name)[0] for offsets, _, name in runs]
         starts = np.concatenate(begins)
         lengths = np.concatenate([np.full(len(at), size) for at, size, _ in runs])
         self._reader.require(starts, starts + lengths)
@@ -135,6 +136,9 @@ class SavedShard:
     def release(self) -> None:
         """Give back the memory of what was read. Views of tensors are zeros from now on."""
         self._reader.release()
+
+    def _place(self, name: str) -> tuple[int, int]:
+        return self._index.tensors.place(self.stored_name(name))
 
     def _bring(self, ranges: list[tuple[int, int]]) -> None:
         if ranges:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import torch
 
+from ecckpt.collector import collector_paused
 from ecckpt.errors import CorruptFragment
-from ecckpt.state.dtypes import BYTES_DTYPES, DTYPE_OF
-from ecckpt.state.layout import Entry, Header, parse_header
+from ecckpt.state.header import Header, parse_header
+from ecckpt.state.layout import Entry
 from ecckpt.state.metadata import Notes, parse_notes
-from ecckpt.state.paths import VALUES_NAME
 from ecckpt.state.reading import MALFORMED, decode
 from ecckpt.state.sharding import Sharding
 from ecckpt.state.stored import StoredTensor
+from ecckpt.state.views import Views, tensor_forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,36 @@ class Shard:
     _names: tuple[str, ...]
     packed_tree: bytes
     seed: bytes = b""
+    # Made once, as far as they are made; not taken over by `replace`, which may change the tensors.
+    _stored: list[StoredTensor] = field(default_factory=list, init=False)
+    _tree: list[dict[Any, Any]] = field(default_factory=list, init=False)
 
     def tree(self) -> dict[Any, Any]:
         """The state, with a ``StoredTensor`` for each tensor; the containers are new every time."""
-        tree = decode(self.packed_tree, self._leaf)
+        return self._tree.pop() if self._tree else self._decoded()
+
+    def check(self) -> None:
+        """Raise ``CorruptFragment`` for a malformed tree, which ``tree`` would do."""
+        self._tree[:] = [self._decoded()]  # not made twice, for the first who wants it
+
+    def _decoded(self) -> dict[Any, Any]:
+        if not self._stored:
+            self._stored.extend(_stored(self.tensors, self._names, self.shardings))
+        tree = decode(self.packed_tree, self._stored.__getitem__)
         if not isinstance(tree, dict):
             raise CorruptFragment("the state of a shard is no dict")
         return tree
 
-    def _leaf(self, index: int) -> StoredTensor:
-        name = self._names[index]
-        return StoredTensor(name, self.tensors[name], self.shardings.get(name))
-
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The header of a shard, read: its tensors as views, where they lie, and where the values.
+    """The header of a shard, read: its tensors as views, and where the values lie.
 
     Nothing but the header need be there yet for the views to be made.
     """
 
     notes: Notes
-    tensors: dict[str, torch.Tensor]
-    places: Mapping[str, tuple[int, int]]
+    tensors: Views
     values: tuple[int, int]
     blob: Entry
 
@@ -75,40 +82,32 @@ def read_shard(buffer: memoryview) -> Shard:
 def read_index(buffer: memoryview) -> Index:
     """The first half of ``read_shard``: needs the header in ``buffer``, nothing else."""
     buffer = memoryview(buffer).cast("B")
-    header = parse_header(buffer)
-    notes = parse_notes(header.metadata)
-    if not header.entries or header.entries[-1].name != VALUES_NAME:
-        raise CorruptFragment("a shard without values at its end")
-    *entries, blob = header.entries
-    start = header.data_start
-    return Index(
-        notes,
-        _views(buffer, start, entries, notes),
-        {entry.name: (start + entry.begin, start + entry.end) for entry in entries},
-        (start + blob.begin, start + blob.end),
-        blob,
-    )
+    with collector_paused():
+        header = parse_header(buffer)
+        notes = parse_notes(header.metadata)
+        blob, start = header.values, header.data_start
+        views = Views.of(buffer, header, notes)
+    return Index(notes, views, (start + blob.begin, start + blob.end), blob)
 
 
 def read_values(index: Index, buffer: memoryview) -> Shard:
     """The second half of ``read_shard``: needs the values in ``buffer``."""
     values = bytes(memoryview(buffer).cast("B")[slice(*index.values)])
-    names, tree = _unpack(values, index.blob)
-    shard = _shard(dict(index.tensors), index.notes, names, tree)
-    shard.tree()  # a malformed tree is found now, not when half of a job has restored
+    with collector_paused():
+        names, tree = _unpack(values, index.blob)
+        aliases = _checked_aliases(index.tensors, index.notes)
+        shard = _shard(index.tensors.with_aliases(aliases), index.notes, names, tree)
+        shard.check()  # a malformed tree is found now, not when half of a job has restored
     return shard
 
 
 def outline(header: Header, notes: Notes, values: bytes) -> Shard:
     """A shard of which only the header and the values were read: its tensors are meta tensors."""
-    *entries, blob = header.entries
-    names, tree = _unpack(values, blob)
-    tensors = {}
-    for entry in entries:
-        bytes_name = notes.dtypes.get(entry.name)
-        dtype = BYTES_DTYPES[bytes_name] if bytes_name else DTYPE_OF[entry.code]
-        shape = entry.shape[:-1] if bytes_name else entry.shape
-        tensors[entry.name] = meta_tensor(shape, dtype)
+    names, tree = _unpack(values, header.values)
+    forms = zip(header.names[:-1], tensor_forms(header, notes), strict=True)
+    tensors = {name: meta_tensor(tuple(form.shape), form.dtype) for name, form in forms}
+    for alias, name in _checked_aliases(tensors, notes).items():
+        tensors[alias] = tensors[name]
     return _shard(tensors, notes, names, tree)
 
 
@@ -128,49 +127,35 @@ def _unpack(values: bytes, blob: Entry) -> tuple[tuple[str, ...], bytes]:
     return tuple(names), tree
 
 
-def _views(
-    buffer: memoryview, data_start: int, entries: list[Entry], notes: Notes
-) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings():  # nobody writes through these views, read-only or not
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        data = torch.frombuffer(buffer, dtype=torch.uint8)[data_start:]
-    try:
-        return {entry.name: _view(data, entry, notes) for entry in entries}
-    except MALFORMED as error:
-        raise CorruptFragment(f"a tensor of a shard cannot be read: {error}") from error
+def _stored(
+    tensors: Mapping[str, torch.Tensor], names: tuple[str, ...], shardings: Mapping[str, Sharding]
+) -> list[StoredTensor]:
+    if isinstance(tensors, Views):
+        return tensors.stored(names, shardings)
+    return [StoredTensor.of(name, tensors, shardings.get(name)) for name in names]
 
 
-def _view(data: torch.Tensor, entry: Entry, notes: Notes) -> torch.Tensor:
-    dtype, shape = DTYPE_OF[entry.code], entry.shape
-    if entry.name in notes.dtypes:
-        dtype = BYTES_DTYPES[notes.dtypes[entry.name]]
-        if entry.code != "U8" or shape[-1] != dtype.itemsize:
-            raise ValueError(f"{entry.name!r:.80} is no {dtype} as bytes")
-        shape = shape[:-1]
-    if entry.begin == entry.end:
-        return torch.empty(shape, dtype=dtype)
-    view = data[entry.begin : entry.end].view(dtype).view(shape)
-    sharding = notes.shardings.get(entry.name)
-    if sharding and sharding.coordinate is not None and len(sharding.shape) != len(shape):
-        raise ValueError(f"{entry.name!r:.80} has another rank than the tensor it is a part of")
-    return view
+def _checked_aliases(stored: Collection[str], notes: Notes) -> Mapping[str, str]:
+    if not (
+        all(name in stored for name in notes.aliases.values())
+        and not any(alias in stored for alias in notes.aliases)
+    ):
+        raise CorruptFragment("a shard whose aliases do not lead to tensors")
+    return notes.aliases
 
 
 def _shard(
-    tensors: dict[str, torch.Tensor], notes: Notes, names: tuple[str, ...], tree: bytes
+    tensors: Mapping[str, torch.Tensor], notes: Notes, names: tuple[str, ...], tree: bytes
 ) -> Shard:
-    stored = set(tensors)
-    if not stored.issuperset(notes.aliases.values()) or stored & notes.aliases.keys():
-        raise CorruptFragment("a shard whose aliases do not lead to tensors")
     shardings = dict(notes.shardings)
     for alias, name in notes.aliases.items():
-        tensors[alias] = tensors[name]
         if name in shardings:
             shardings[alias] = shardings[name]
+    known = set(tensors)
     try:
-        complete = set(names) == set(tensors) and len(names) == len(tensors)
+        complete = set(names) == known and len(names) == len(known)
     except TypeError:
         complete = False
-    if not complete or not shardings.keys() <= tensors.keys():
+    if not complete or not shardings.keys() <= known:
         raise CorruptFragment("a shard whose list of tensors is not that of its header")
     return Shard(tensors, shardings, dict(notes.aliases), names, tree)

@@ -3,27 +3,66 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from ecckpt.state.paths import Path
 from ecckpt.state.sharding import Sharding, is_dtensor, rebuild_dtensor
+from ecckpt.state.tensors import is_raw
 from ecckpt.state.values import kind_name
 
 # What may hold tensors and objects, in saved and in live trees.
 CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, tuple, deque})
 
 
-@dataclass(frozen=True, slots=True)
+class TensorForm(NamedTuple):
+    """What many tensors have in common."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    size_bytes: int
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make
 class StoredTensor:
-    """A tensor of a shard, in the place where the state had it; ``data`` is a view of the shard."""
+    """A tensor of a shard, in the place where the state had it. Nobody changes one.
+
+    ``data`` is a view of the shard, one of ``tensors``, made when somebody asks for it; ``address``
+    is where its bytes are, or 0 where that takes a look at ``data``.
+    """
 
     name: str
-    data: torch.Tensor
+    form: TensorForm
     sharding: Sharding | None
+    address: int
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, name: str, tensors: Mapping[str, torch.Tensor], sharding: Sharding | None = None
+    ) -> Self:
+        """One of ``tensors`` that are there already."""
+        tensor = tensors[name]
+        form = TensorForm(tensor.dtype, tensor.shape, tensor.nbytes)
+        return cls(name, form, sharding, tensor.data_ptr() if is_raw(tensor) else 0, tensors)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its elements: a view, which only lasts as long as the shard."""
+        return self.tensors[self.name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.form.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what is stored: of a part of a global tensor, the part's."""
+        return self.form.shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,11 @@ def memory_key(part: Part) -> Any:
     return (*place, local.shape, local.stride(), local.is_conj(), local.is_neg(), part.sharding)
 
 
+def is_raw(local: torch.Tensor) -> bool:
+    """Whether the bytes in memory, from the address on, are those of the elements in C order."""
+    return local.is_cpu and local.is_contiguous() and not (local.is_neg() or local.is_conj())
+
+
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target``, of the same shape and dtype, on any device."""
     with torch.no_grad():

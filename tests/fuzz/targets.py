@@ -36,7 +36,7 @@ from ecckpt.integrations.opcodes import read_opcodes
 from ecckpt.lineage import RollBack
 from ecckpt.recovery import Inventory
 from ecckpt.state import plan_shard, read_shard
-from ecckpt.state.layout import parse_header
+from ecckpt.state.header import parse_header
 from ecckpt.state.metadata import parse_notes
 from ecckpt.state.reading import decode
 from ecckpt.transport.http import split_address
