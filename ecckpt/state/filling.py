@@ -30,7 +30,7 @@ class Fills:
 
     def add(self, target: torch.Tensor, source: StoredTensor) -> None:
         """Note that ``source``, of the same shape and dtype, goes into ``target``."""
-        if is_raw(target) and not target.is_inference() and source.address:
+        if is_plain(target) and source.address:
             self.add_plain([target], [target.data_ptr()], [source])
         else:
             self._unusual.append((target, source))
@@ -60,6 +60,11 @@ class Fills:
             torch.autograd.graph.increment_version(written)
         for noted in (self._unusual, self._plain, self._sources, self._addresses):
             noted.clear()
+
+
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether a tensor may be filled by writing bytes into its memory."""
+    return is_raw(target) and not target.is_inference()
 
 
 def _copy(rows: NDArray[np.int64]) -> None:
