@@ -15,6 +15,7 @@ import mmap
 import os
 import resource
 import weakref
+from collections.abc import Callable
 
 from ecckpt.errors import NotMapped
 
@@ -33,6 +34,9 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+# The mappings by address, and what has to end before one of them does.
+_mappings: dict[int, Callable[[], bool] | None] = {}
 
 
 def map_file(descriptor: int, size_bytes: int) -> memoryview:
@@ -55,8 +59,26 @@ def map_file(descriptor: int, size_bytes: int) -> memoryview:
     _give_back(room, address)
     _give_back(address + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, room + room_bytes)
     array = (ctypes.c_ubyte * size_bytes).from_address(address)
-    weakref.finalize(array, _libc.munmap, address, size_bytes).atexit = False
+    _mappings[address] = None
+    weakref.finalize(array, _unmap, address, size_bytes).atexit = False
     return memoryview(array).cast("B")
+
+
+def mapping_of(view: memoryview) -> tuple[int, int] | None:
+    """Address and bytes of the mapping that ``view`` shows a part of; None of other memory."""
+    memory = view.obj
+    if not isinstance(memory, ctypes.Array):
+        return None
+    address = ctypes.addressof(memory)
+    return (address, ctypes.sizeof(memory)) if address in _mappings else None
+
+
+def before_unmapping(address: int, end: Callable[[], bool]) -> None:
+    """Have ``end()`` called once, before the mapping at ``address`` goes; if false it never goes.
+
+    It is called in whichever thread lets go of the last view, and not at the end of the process.
+    """
+    _mappings[address] = end
 
 
 def lazy_bytes(size_bytes: int) -> mmap.mmap:
@@ -113,6 +135,12 @@ def _map(address: int | None, size_bytes: int, protection: int, flags: int, file
             raise not_mapped("a file in memory", size_bytes)
         raise OSError(error, f"cannot map {size_bytes:,} bytes")
     return int(found)
+
+
+def _unmap(address: int, size_bytes: int) -> None:
+    end = _mappings.pop(address)
+    if end is None or end():
+        _libc.munmap(address, size_bytes)
 
 
 def _give_back(begin: int, end: int) -> None:

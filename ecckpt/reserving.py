@@ -140,7 +140,7 @@ class Reserver:
             slot, error = None, None
             try:
                 slot = self._agent.reserve(wish)
-                self._slots.payload(slot, wish.header.payload_bytes)
+                self._slots.ahead(slot, wish.header.payload_bytes)
             except AgentUnreachable as unreachable:
                 self._fall_silent(unreachable)
                 continue

@@ -33,6 +33,22 @@ class Slots:
         the kernel maps several with each fault: not ``to_write`` leaves it to that. Raises
         ``CorruptFragment`` if the slot has no room for that many bytes.
         """
+        payload = self._payload(slot, payload_bytes, to_write=to_write)
+        with self._lock:
+            while len(self._maps) > _KEPT:
+                region, _ = self._maps.popitem(last=False)  # unmapped with its last view
+                self._faulted_in.discard(region)
+        return payload
+
+    def ahead(self, slot: wire.Slot, payload_bytes: int) -> None:
+        """Map a slot for the ``payload`` to come; raises what that does.
+
+        In the background, so it unmaps nothing: what CUDA knows would have to be unregistered, and
+        no thread may do that while another one captures a CUDA graph.
+        """
+        self._payload(slot, payload_bytes, to_write=True)
+
+    def _payload(self, slot: wire.Slot, payload_bytes: int, *, to_write: bool) -> memoryview:
         start = slot.payload_offset
         if start + payload_bytes > slot.file_bytes:
             raise CorruptFragment(f"{payload_bytes} bytes into a slot of {slot.file_bytes}")
@@ -45,9 +61,6 @@ class Slots:
                 self._faulted_in.add(slot.region)
                 with contextlib.suppress(OSError):  # before Linux 5.14 the save pays for each fault
                     fault_in(mapped)
-            while len(self._maps) > _KEPT:
-                region, _ = self._maps.popitem(last=False)  # unmapped with its last view
-                self._faulted_in.discard(region)
         return mapped[start : start + payload_bytes]
 
     def close(self) -> None:

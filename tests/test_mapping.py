@@ -1,5 +1,6 @@
 """Mapping files of tmpfs: alignment, life time, faults, huge pages."""
 
+import ctypes
 import gc
 import mmap
 import os
@@ -8,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.mapping import HUGE_PAGE_BYTES, begin_huge, fault_in, make_huge, map_file
+from ecckpt import mapping
+from ecckpt.mapping import (
+    HUGE_PAGE_BYTES,
+    before_unmapping,
+    begin_huge,
+    fault_in,
+    make_huge,
+    map_file,
+    mapping_of,
+)
 
 SIZE = 3 * HUGE_PAGE_BYTES + 5 * mmap.PAGESIZE
 
@@ -54,6 +64,34 @@ def test_shared_and_unmapped_with_the_last_view():
         assert not mapped_here()
 
 
+@pytest.mark.parametrize("may_go", [True, False])
+def test_what_has_to_end_before_a_mapping_does(may_go):
+    seen = []
+
+    def end():
+        seen.append(mapped_here())
+        return may_go
+
+    with tmpfs_file() as descriptor:
+        view = map_file(descriptor, SIZE)
+        address, size = mapping_of(view[4096:].cast("B")[:10])
+        assert size == SIZE
+        before_unmapping(address, end)
+        del view
+        gc.collect()
+        assert seen == [True]
+        assert mapped_here() != may_go
+        assert address not in mapping._mappings
+        if not may_go:
+            mapping._libc.munmap(address, SIZE)
+
+
+def test_other_memory_is_no_mapping():
+    assert mapping_of(memoryview(bytearray(10))) is None
+    assert mapping_of(memoryview((ctypes.c_ubyte * 10)())) is None
+    assert mapping_of(memoryview(mmap.mmap(-1, 4096))) is None
+
+
 def test_a_file_that_cannot_be_mapped():
     descriptor = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -87,6 +125,28 @@ def test_huge_pages_keep_the_bytes():
         assert again[: len(content)] == content
         assert huge_kib() >= 6 * HUGE_PAGE_BYTES // 1024  # a new mapping profits at once
         assert make_huge(again)
+
+
+def test_a_page_that_a_device_may_write_to_is_not_moved():
+    """A page in a pipe is held as a registered one is: by a reference that the kernel respects."""
+    with tmpfs_file() as descriptor:
+        view = map_file(descriptor, SIZE)
+        view[:] = os.urandom(1 << 16) * (SIZE >> 16) + bytes(SIZE & 0xFFFF)
+        reading, writing = os.pipe()
+        try:
+            address, _ = mapping_of(view)
+            span = (ctypes.c_size_t * 2)(address + 8 * mmap.PAGESIZE, mmap.PAGESIZE)
+            if mapping._libc.vmsplice(writing, span, 1, 0) != mmap.PAGESIZE:
+                pytest.skip("no vmsplice")
+            if not make_huge(view[HUGE_PAGE_BYTES : 2 * HUGE_PAGE_BYTES]):
+                pytest.skip("this kernel makes no huge pages of tmpfs files")
+            assert not make_huge(view[:HUGE_PAGE_BYTES])
+            view[8 * mmap.PAGESIZE :][:4] = b"here"
+            assert os.read(reading, 4) == b"here"  # still the file's own page
+        finally:
+            os.close(reading)
+            os.close(writing)
+        assert make_huge(view[:HUGE_PAGE_BYTES])
 
 
 def test_an_empty_file_begins_on_huge_pages():

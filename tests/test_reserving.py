@@ -56,8 +56,8 @@ class Agent:
 
 
 class Slots:
-    def payload(self, slot, payload_bytes):
-        return memoryview(bytearray(payload_bytes))
+    def ahead(self, slot, payload_bytes):
+        pass
 
 
 @contextmanager

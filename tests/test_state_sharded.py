@@ -166,6 +166,23 @@ def test_other_objects_get_dtensors_like_the_ones_they_have():
         check({"ema": Average(torch.zeros(3))}, shard_of({"ema": saved}))
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_part_is_filled_where_it_ends_up(monkeypatch):
+    """A part in the host's memory is moved when its mesh is one of GPUs."""
+    really = DTensor.from_local
+
+    def moving(local, *args, **kwargs):
+        return really(local.clone(), *args, **kwargs)
+
+    saved, live = (
+        Average(DTensor.from_local(torch.full((3,), value), mesh_of(1), [Shard(0)]))
+        for value in (1.0, 0.0)
+    )
+    monkeypatch.setattr(DTensor, "from_local", moving)
+    load({"ema": live}, shard_of({"ema": saved}))
+    assert torch.equal(live.average.full_tensor(), torch.ones(3))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_uneven_and_empty_parts_of_two_ranks(rank):
     # The fake group does no communication, so that gradients are made up below.

@@ -1,5 +1,5 @@
 """Filling the tensors of a live state: many in one go and past the caches, where they are plain
-memory; by torch, where they are anything else.
+memory; beside the caller's stream, where they are on a GPU; by torch, where they are anything else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from ecckpt.copying import COPY_THREADS, copy_many
+from ecckpt.state.devices import Pair, SideCopies, gpu_of
+from ecckpt.state.sharding import is_dtensor, local_tensor, rebuild_dtensor
 from ecckpt.state.stored import StoredTensor
-from ecckpt.state.tensors import fill, is_raw
+from ecckpt.state.tensors import collapse, fill, is_raw
 
 _address_of, _bytes_of = attrgetter("address"), attrgetter("form.size_bytes")
 
@@ -48,8 +50,20 @@ class Fills:
 
     def run(self) -> None:
         """Copy everything that was noted."""
-        for target, source in self._unusual:
-            fill(target, source.data)
+        on_gpus: list[Pair] = []
+        others: list[Pair] = []
+        for target, stored in self._unusual:
+            if target.numel():
+                (others if gpu_of(target) is None else on_gpus).append((target, stored.data))
+        with SideCopies() as copies:
+            copies.to_gpus([collapse(target, source) for target, source in on_gpus])
+            for target, source in others:
+                fill(target, source)
+            self._copy_plain()
+        for noted in (self._unusual, self._plain, self._sources, self._addresses):
+            noted.clear()
+
+    def _copy_plain(self) -> None:
         columns = map(_address_of, self._sources), self._addresses, map(_bytes_of, self._sources)
         rows = np.column_stack([np.fromiter(each, np.int64, len(self._plain)) for each in columns])
         full = rows[:, 2] > 0
@@ -58,8 +72,24 @@ class Fills:
             # As after copy_(): a graph that kept one of them must not be used with new values.
             written = list(compress(self._plain, full.tolist()))
             torch.autograd.graph.increment_version(written)
-        for noted in (self._unusual, self._plain, self._sources, self._addresses):
-            noted.clear()
+
+
+def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) -> torch.Tensor:
+    """A tensor for a copy of ``stored`` that outlives the shard, where ``like`` is (None: the CPU).
+
+    It is empty until ``fills`` are run. If it is a part of a global tensor, ``like`` must be a
+    DTensor sharded in the same way.
+    """
+    device = "cpu" if like is None else like.device
+    made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    if stored.sharding is None:
+        fills.add(made, stored)
+        return made
+    assert is_dtensor(like)
+    # What is filled is what came of it: DTensors move what is not where their mesh is.
+    whole = rebuild_dtensor(made, stored.sharding, like)  # type: ignore[arg-type]
+    fills.add(local_tensor(whole), stored)
+    return whole
 
 
 def is_plain(target: torch.Tensor) -> bool:

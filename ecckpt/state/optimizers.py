@@ -8,11 +8,12 @@ import torch
 from torch.optim import Optimizer
 
 from ecckpt.errors import UnsupportedState
+from ecckpt.state.filling import Fills, fresh_tensor
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.paths import Path
 from ecckpt.state.rebuilding import rebuilding
 from ecckpt.state.sharding import is_dtensor
-from ecckpt.state.stored import StoredTensor, fresh_tensor
+from ecckpt.state.stored import StoredTensor
 from ecckpt.state.tensors import part_of
 from ecckpt.state.tree import holds
 
@@ -98,6 +99,7 @@ def _fit_entry(live: dict[str, Any], stored: dict[str, Any], path: Path, fit: Fi
 
 def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params) -> None:
     """``load_state_dict`` casts state to its parameter's dtype: bfloat16 for float32 moments."""
+    fills = Fills()
     for number, entry in stored.items():
         live = optimizer.state.get(params[number]) if number in params else None
         if live is None or not isinstance(entry, dict):
@@ -108,4 +110,5 @@ def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params) ->
                 continue
             if value.dtype != tensor.dtype:
                 like = params[number] if is_dtensor(value) else value
-                live[key] = fresh_tensor(tensor, like)
+                live[key] = fresh_tensor(tensor, like, fills)
+    fills.run()

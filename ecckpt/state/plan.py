@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ecckpt.collector import collector_paused
 from ecckpt.copying import copy_many
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
+from ecckpt.state.devices import Pair, SideCopies, gpu_of
 from ecckpt.state.dtypes import BYTES_NAMES, CODE_OF
 from ecckpt.state.layout import (
     HEADER_BYTES_MAX,
@@ -110,13 +111,21 @@ class ShardPlan:
         raw = np.array(self._parts.raw, bool)[layout.owned]
         sources = np.array(self._parts.addresses, np.int64)[layout.owned]
         begins, sizes = layout.places.T
+        places = torch.frombuffer(data, dtype=torch.uint8)
+        on_gpus: list[Pair] = []
+        others: list[Pair] = []
         for index in np.flatnonzero(~raw & (sizes > 0)):
-            local = self._parts.locals[layout.owned[index]]
-            _write_tensor(data, layout.entries[index], local)
-        targets = begins + np.frombuffer(data, np.uint8).ctypes.data
-        rows = np.column_stack((sources, targets, sizes))[raw & (sizes > 0)]
-        if len(rows):
-            copy_many(rows, threads=threads)
+            local, entry = self._parts.locals[layout.owned[index]], layout.entries[index]
+            place = places[entry.begin : entry.end].view(local.dtype).view(local.shape)
+            (others if gpu_of(local) is None else on_gpus).append((place, local.detach()))
+        with SideCopies() as copies:
+            copies.to_host(on_gpus, data)
+            for place, local in others:
+                place.copy_(local)  # resolves strides, conjugation and negation
+            targets = begins + np.frombuffer(data, np.uint8).ctypes.data
+            rows = np.column_stack((sources, targets, sizes))[raw & (sizes > 0)]
+            if len(rows):
+                copy_many(rows, threads=threads)
 
     def _make_claim(self, threads: int) -> None:
         assert self._parts is not None
@@ -244,9 +253,3 @@ def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _Columns
             ]
         ),
     )
-
-
-def _write_tensor(data: memoryview, entry: Entry, local: torch.Tensor) -> None:
-    """For other devices and layouts: torch's copy resolves strides, conjugation and negation."""
-    place = torch.frombuffer(data, dtype=torch.uint8)[entry.begin : entry.end]
-    place.view(local.dtype).view(local.shape).copy_(local.detach())

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ecckpt.state.filling import Fills, fresh_tensor
 from ecckpt.state.fit import Fit
 from ecckpt.state.paths import Path
 from ecckpt.state.sharding import is_dtensor
-from ecckpt.state.stored import StoredTensor, fresh_tensor, replace_tensors
+from ecckpt.state.stored import StoredTensor, replace_tensors
 
 Find = Callable[[StoredTensor, Path], torch.Tensor | None]
 
@@ -32,11 +33,18 @@ def rebuilding(fit: Fit, node: Any, find: Find, path: Path) -> Callable[[], Any]
             here = fit.shardings.of(like)  # type: ignore[arg-type]
             fit.problem(at, f"saved as a whole tensor, here {here}")
 
-    def make(stored: StoredTensor, at: Path) -> torch.Tensor:
-        return fresh_tensor(stored, find(stored, at))
+    def rebuilt() -> Any:
+        fills = Fills()
+
+        def make(stored: StoredTensor, at: Path) -> torch.Tensor:
+            return fresh_tensor(stored, find(stored, at), fills)
+
+        tree = replace_tensors(node, make, path)
+        fills.run()
+        return tree
 
     replace_tensors(node, check, path)
-    return lambda: replace_tensors(node, make, path)
+    return rebuilt
 
 
 def _same_mesh(fit: Fit, like: torch.Tensor | None, stored: StoredTensor, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ecckpt.state.paths import Path
-from ecckpt.state.sharding import Sharding, is_dtensor, rebuild_dtensor
+from ecckpt.state.sharding import Sharding
 from ecckpt.state.tensors import is_raw
 from ecckpt.state.values import kind_name
 
@@ -124,16 +124,3 @@ def dict_like(node: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[An
 def items_like(node: Any, items: Iterable[Any]) -> Any:
     """A new list, tuple or deque of the kind of ``node`` that holds ``items``."""
     return deque(items, node.maxlen) if type(node) is deque else type(node)(items)
-
-
-def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
-    """A copy of ``stored`` that outlives the shard, where ``like`` is (None: in CPU memory).
-
-    If it is a part of a global tensor, ``like`` must be a DTensor sharded in the same way.
-    """
-    device = "cpu" if like is None else like.device
-    local = stored.data.to(device, copy=True)
-    if stored.sharding is None:
-        return local
-    assert is_dtensor(like)
-    return rebuild_dtensor(local, stored.sharding, like)  # type: ignore[arg-type]
