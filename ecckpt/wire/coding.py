@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import math
 import types
 import typing
@@ -138,10 +139,15 @@ _READERS: dict[Any, Any] = {
 
 def _message(kind: Any, value: Any, where: str) -> Any:
     value = _expect(dict, value, where)
-    hints = typing.get_type_hints(kind)
+    hints = _hints_of(kind)
     if value.keys() != hints.keys():
         odd = sorted(str(name)[:80] for name in value.keys() ^ hints.keys())
         raise InvalidMessage(f"{where}: missing or unknown fields: {', '.join(odd[:8])}")
     return kind(
         **{name: _typed(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
     )
+
+
+@functools.cache  # to find them out takes ten times as long as all else that is done here
+def _hints_of(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
