@@ -6,20 +6,26 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from reshaping import PartReader
 from torch import nn
 
 from ecckpt.errors import StateMismatch
-from ecckpt.state import check, load, plan_shard, read_shard
+from ecckpt.state import SavedShard, check, load, plan_shard, read_shard
+from ecckpt.state.boxes import Common
 from ecckpt.state.columns import TOGETHER
 
 COUNT = 2 * TOGETHER + 7
 
 
-def shard_of(state):
+def bytes_of(state):
     plan = plan_shard(state)
     target = bytearray(plan.shard_bytes)
     plan.write(memoryview(target))
-    return read_shard(memoryview(target))
+    return target
+
+
+def shard_of(state):
+    return read_shard(memoryview(bytes_of(state)))
 
 
 def numbers(start=0):
@@ -120,3 +126,27 @@ def test_views_are_made_for_whoever_asks_and_nothing_restored_keeps_the_buffer()
     assert gone() is None
     assert_filled(live["a"], numbers())
     assert_filled(dict(zip(numbers(), live["list"], strict=True)), numbers())
+
+
+def test_wholes_and_boxes_of_a_saved_shard_are_copied_alike():
+    square = torch.arange(9.0).reshape(3, 3)
+    reader = PartReader(bytes_of({"w": square, "tied": square, "empty": torch.ones(0, 3)}))
+    saved = SavedShard(reader)
+    raw, turned, corner = torch.zeros(3, 3), torch.zeros(3, 3).t(), torch.zeros(2, 4)
+    all_of_it = Common((0, 0), (0, 0), (3, 3))
+    saved.plan_copy("w", all_of_it, raw)
+    saved.plan_copy("tied", all_of_it, raw)
+    saved.plan_copy("tied", all_of_it, turned)
+    saved.plan_copy("w", Common((1, 1), (0, 2), (2, 2)), corner)
+    saved.plan_copy("empty", Common((0, 0), (0, 0), (0, 3)), torch.zeros(0, 3))
+    read_bytes = reader.read_bytes
+    saved.copy_planned()
+    saved.release()
+    assert reader.read_bytes == read_bytes + square.nbytes
+    assert torch.equal(raw, square)
+    assert torch.equal(turned, square)
+    assert corner.tolist() == [[0, 0, 4, 5], [0, 0, 7, 8]]
+    raw.zero_()
+    saved.copy_planned()  # nothing is planned any more
+    assert not raw.any()
+    assert saved.dtype("tied") == torch.float32

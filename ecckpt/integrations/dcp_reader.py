@@ -171,9 +171,9 @@ class Reader(StorageReader):
     def _misfits(self, wanted: _Wanted) -> list[str]:
         index, target = wanted.item.dest_index, wanted.target
         rank, name = self._place(wanted.item.storage_index)
-        saved = self._saved[rank].tensor(name)
-        if saved.dtype != target.dtype:
-            return [f"{index.fqn}: saved as {saved.dtype}, here {target.dtype}"]
+        dtype = self._saved[rank].dtype(name)
+        if dtype != target.dtype:
+            return [f"{index.fqn}: saved as {dtype}, here {target.dtype}"]
         if tuple(target.shape) != tuple(wanted.item.lengths):
             shapes = f"{list(target.shape)} for {list(wanted.item.lengths)}"
             return [f"{index.fqn}: the planner gives room of shape {shapes}"]

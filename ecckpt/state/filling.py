@@ -32,7 +32,7 @@ class Fills:
 
     def add(self, target: torch.Tensor, source: StoredTensor) -> None:
         """Note that ``source``, of the same shape and dtype, goes into ``target``."""
-        if is_raw(target) and not target.is_inference() and source.address:
+        if is_plain(target) and source.address:
             self.add_plain([target], [target.data_ptr()], [source])
         else:
             self._unusual.append((target, source))
@@ -90,6 +90,11 @@ def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) 
     whole = rebuild_dtensor(made, stored.sharding, like)  # type: ignore[arg-type]
     fills.add(local_tensor(whole), stored)
     return whole
+
+
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether a tensor may be filled by writing bytes into its memory."""
+    return is_raw(target) and not target.is_inference()
 
 
 def _copy(rows: NDArray[np.int64]) -> None:

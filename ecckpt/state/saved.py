@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ecckpt.state.boxes import Common, byte_runs
+from ecckpt.state.filling import Fills, is_plain
 from ecckpt.state.header import header_bytes
 from ecckpt.state.shard import Shard, read_index, read_values
 from ecckpt.state.sharding import Sharding
@@ -60,6 +61,7 @@ class SavedShard:
         self._bring([(0, header_bytes(reader.data[:8], size_bytes))])
         self._index = read_index(reader.data)
         self._runs: dict[str, list[tuple[Common, torch.Tensor]]] = defaultdict(list)
+        self._wholes: list[tuple[str, torch.Tensor]] = []
 
     @property
     def is_near(self) -> bool:
@@ -78,6 +80,10 @@ class SavedShard:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as a view: zeros, until it is brought."""
         return self._index.tensors[self.stored_name(name)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._index.tensors.form(self.stored_name(name)).dtype
 
     def stored_name(self, name: str) -> str:
         """The name under which a tied tensor is stored."""
@@ -109,7 +115,12 @@ class SavedShard:
 
     def plan_copy(self, name: str, common: Common, target: torch.Tensor) -> None:
         """Have ``copy_planned`` copy a box of a tensor into its place in ``target``."""
-        self._runs[self.stored_name(name)].append((common, target))
+        stored = self.stored_name(name)
+        is_whole = self._index.tensors.form(stored).shape == common.shape == target.shape
+        if is_whole and is_plain(target):  # the usual case, and thousands of them are one copy
+            self._wholes.append((stored, target))
+        else:
+            self._runs[stored].append((common, target))
 
     def copy_planned(self) -> None:
         """Read what the planned copies need, in as few requests as can be, and copy it."""
@@ -119,19 +130,31 @@ class SavedShard:
             for common, _ in copies
             for source in (self.tensor(name),)
         ]
-        if not runs:
-            return
-        begins = [offsets + self._place(name)[0] for offsets, _, name in runs]
-        starts = np.concatenate(begins)
-        lengths = np.concatenate([np.full(len(at), size) for at, size, _ in runs])
-        self._reader.require(starts, starts + lengths)
+        places = [self._place(name) for name, _ in self._wholes]
+        begins, ends = np.array(places, np.int64).reshape(-1, 2).T
+        starts = [offsets + self._place(name)[0] for offsets, _, name in runs]
+        stops = [start + size for start, (_, size, _) in zip(starts, runs, strict=True)]
+        full = ends > begins
+        if runs or full.any():
+            self._reader.require(
+                np.concatenate([*starts, begins[full]]), np.concatenate([*stops, ends[full]])
+            )
         for name, copies in self._runs.items():
             source = _raw(self.tensor(name))
             for common, target in copies:
                 _box(_raw(target), common.target, common.shape).copy_(
                     _box(source, common.source, common.shape)
                 )
+        self._copy_wholes()
         self._runs.clear()
+
+    def _copy_wholes(self) -> None:
+        fills = Fills()
+        stored = self._index.tensors.stored([name for name, _ in self._wholes], {})
+        for (_, target), source in zip(self._wholes, stored, strict=True):
+            fills.add(target, source)
+        fills.run()
+        self._wholes.clear()
 
     def release(self) -> None:
         """Give back the memory of what was read. Views of tensors are zeros from now on."""
