@@ -14,6 +14,7 @@ from ecckpt.agent import gathering, hold, ledger, ledgers, protect
 from ecckpt.agent.actions import Recycle
 from ecckpt.counting import Count, Tell
 from ecckpt.generation import Generation
+from ecckpt.headers import Headers
 from ecckpt.recovery import RecoveryPlan
 from ecckpt.retention import Keep
 from ecckpt.sim import agent, launching, leading, platter, pulling, restoring, saving
@@ -269,7 +270,9 @@ def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_recovery = leading.plan_recovery
 
     def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
-        return plan_recovery(run, [replace(each, disk=()) for each in inventories], **fields)
+        return plan_recovery(
+            run, [replace(each, disk=Headers.of(())) for each in inventories], **fields
+        )
 
     monkeypatch.setattr(leading, "plan_recovery", plan)
 
