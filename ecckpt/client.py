@@ -99,15 +99,18 @@ class AgentClient:
         pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
         last: bool = False,
+        early: bool = False,
         connections: int = 1,
     ) -> None:
         """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
 
-        ``last``: from the disk rather than from memory, if it has both. What is large is pulled
-        over so many ``connections`` at once. Raises ``AgentUnreachable`` if nothing comes for
-        ``patience_s``, ``TooSlow`` once it is no longer ``wanted``.
+        ``last``: from the disk rather than from memory, if it has both; ``early``: even if it is
+        still being encoded. What is large is pulled over so many ``connections`` at once. Raises
+        ``AgentUnreachable`` if nothing comes for ``patience_s``, ``TooSlow`` once it is no longer
+        ``wanted``.
         """
-        path = f"{shard_path(shard)}/fragments/{index}{'?last' if last else ''}"
+        query = "?last" if last else "?early" if early else ""
+        path = f"{shard_path(shard)}/fragments/{index}{query}"
 
         def pull(span: slice, wanted: Callable[[], bool] | None) -> None:
             http.pull(
@@ -166,6 +169,10 @@ class AgentClient:
             message,
             timeout_s=self.timeout_s + message.wait_s,
         )
+
+    def prefetch(self, message: wire.Prefetch) -> None:
+        """Tell a peer what it will be asked to hold."""
+        self._post(wire.Done, message.header.shard.run, "prefetch", message)
 
     def hold(self, message: wire.Hold) -> None:
         """Ask a peer to pull a fragment; it answers later with ``held``."""

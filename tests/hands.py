@@ -20,14 +20,15 @@ class Hands:
     Notes are written at once, unless ``writes`` is off.
     """
 
-    def __init__(self):
-        self.core = Core(node="n1", address="n1:1", budget_bytes=BUDGET)
+    def __init__(self, **options):
+        self.core = Core(node="n1", address="n1:1", budget_bytes=BUDGET, **options)
         self.now_s = 100.0
         self.regions = 0
         self.todo = []
         self.settled = []
         self.answers = []
         self.writes = True
+        self.spares = 0  # regions that a fragment can be pulled into before it is asked for
 
     def tell(self, event):
         for action in self.core.handle(event, self.now_s):
@@ -37,6 +38,9 @@ class Hands:
                 self.tell(act.Finished(action, self.core.ledgers.of(action.run).notes))
             elif isinstance(action, act.Large):
                 self.todo.append(action)
+            elif isinstance(action, act.Borrow) and self.spares:
+                self.spares -= 1
+                action.taking.region = self.region(action.taking.message.header.file_bytes)
             else:
                 self.settled.append(action)
 
@@ -55,17 +59,27 @@ class Hands:
         return found
 
     def end(self, kind=object, result=None, *, error=None):
-        """One large action ends; allocating yields a region, remembering what was written."""
+        """One large action ends; allocating yields a region, remembering what was written.
+
+        The result of a pull is how many blocks are not what the table says.
+        """
         action = self.next(kind)
         if error is not None:
             self.tell(act.Failed(action, error))
             return action
         if isinstance(action, act.Allocate):
             result = self.region(action.size_bytes)
+        if isinstance(action, act.Pull):
+            result = self.sums(action.taking, result)
         if isinstance(action, act.Remember):
             result = self.core.ledgers.of(action.run).notes
         self.tell(act.Finished(action, result))
         return action
+
+    def sums(self, taking, bad_blocks):
+        sums = table_of(taking.message.header)[taking.message.header.index].copy()
+        sums[:bad_blocks] += 1
+        return sums
 
     def region(self, size_bytes):
         self.regions += 1

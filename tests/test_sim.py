@@ -6,18 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ecckpt import archiving, counting, ordering, recovery
 from ecckpt.agent import disk as agent_disk
 from ecckpt.agent import gathering, hold, ledger, ledgers, protect
-from ecckpt.agent.actions import Recycle
+from ecckpt.agent.actions import Recycle, Taking
+from ecckpt.blocks import Flags
 from ecckpt.counting import Count, Tell
 from ecckpt.generation import Generation
 from ecckpt.headers import Headers
 from ecckpt.recovery import RecoveryPlan
 from ecckpt.retention import Keep
-from ecckpt.sim import agent, launching, leading, platter, pulling, restoring, saving
+from ecckpt.sim import launching, leading, platter, pulling, restoring, saving
 from ecckpt.sim import simulate as simulating
 from ecckpt.sim.faults import NONE, Faults
 from ecckpt.sim.rules import Rules
@@ -75,8 +77,13 @@ def _takes_commits_of_fenced_writers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compares checksums, neither when bytes arrive nor before they are used."""
-    for module in (agent, pulling, restoring):
+    for module in (pulling, restoring):
         monkeypatch.setattr(module, "bad_blocks", lambda *_: [])
+
+    def lacking(self: Taking) -> Flags:
+        return np.full(self.message.header.rows, self.sums is None)
+
+    monkeypatch.setattr(Taking, "lacking", lacking)
 
 
 def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

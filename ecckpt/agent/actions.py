@@ -10,13 +10,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ecckpt import wire
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.vigil import Sight, Vigil
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from ecckpt.blocks import Flags
+    from ecckpt.generation import ShardId
     from ecckpt.tiers.disk import DiskFile
     from ecckpt.tiers.memory import Region
 
@@ -52,12 +54,34 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Taking:
-    """Taking in one fragment that another node asked to hold."""
+    """Taking in one fragment that another node asked to hold, or is about to.
 
-    message: wire.Hold
-    table: np.ndarray
+    As long as that is not sure there is no ``table``. ``sums`` are the checksums of the blocks that
+    are in ``region``, ``tries`` counts pulls since the table is there. What is ``early`` is being
+    pulled since before that; what is ``dropped`` need not arrive.
+    """
+
+    message: wire.Hold | wire.Prefetch
+    table: np.ndarray | None = None
     region: Region | None = None
+    sums: np.ndarray | None = None
     tries: int = 0
+    early: bool = False
+    dropped: bool = False
+
+    @property
+    def key(self) -> tuple[ShardId, int]:
+        """Which fragment."""
+        return self.message.header.shard, self.message.header.index
+
+    def lacking(self) -> Flags:
+        """The rows that have to be pulled: those not here, or not what the table says."""
+        header = self.message.header
+        if self.sums is None:
+            return np.ones(header.rows, bool)
+        if self.table is None:
+            return np.zeros(header.rows, bool)
+        return np.asarray(self.sums != self.table[header.index])
 
 
 @dataclass(eq=False, slots=True)
@@ -123,11 +147,18 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrow:
+    """Give the task a region that is kept for the next taker, if there is one that fits."""
+
+    taking: Taking
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Tell the core ``Due(task)`` at that time, or soon after."""
 
     at_s: float
-    task: Job | Vigil | Scrubbing
+    task: Job | Taking | Vigil | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +224,10 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Pull the fragment into the task's region. Its result is how many blocks are not proven."""
+    """Pull what the task lacks into its region. Its result is the ``sums`` of all blocks there.
+
+    It fails if there is no region.
+    """
 
     taking: Taking
 
@@ -223,6 +257,18 @@ class Post:
     message: wire.Hold | wire.Held
     job: Job | None = None
     node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the agent at an address what it will be asked to hold, unless that has begun.
+
+    Whether it arrives makes no difference.
+    """
+
+    address: str
+    message: wire.Prefetch
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +322,10 @@ class Record:
     run: str
 
 
-Small = Seal | Recycle | Discard | Release | Wake | Warn
+Small = Seal | Recycle | Discard | Release | Borrow | Wake | Warn
 Answer = Reply | Refuse
 Behind = Write | Remove | Record
-Large = Remember | Allocate | Encode | Pull | Gather | Post | Ask | Check | Behind
+Large = Remember | Allocate | Encode | Pull | Gather | Post | Announce | Ask | Check | Behind
 Action = Small | Answer | Large
 
 # -- events ---------------------------------------------------------------------------------------
@@ -288,6 +334,7 @@ Request = (
     wire.Reserve
     | wire.Stage
     | wire.Protect
+    | wire.Prefetch
     | wire.Hold
     | wire.Held
     | wire.Commit
@@ -321,7 +368,7 @@ class Failed:
 class Due:
     """The time that a ``Wake`` named has come."""
 
-    task: Job | Vigil | Scrubbing
+    task: Job | Taking | Vigil | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)

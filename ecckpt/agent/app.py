@@ -84,6 +84,7 @@ class Application:
         self._token = token.encode()
         self._stop = stop
         self._verbs: dict[str, tuple[type, Callable[[Any], object]]] = {
+            "prefetch": (wire.Prefetch, agent.prefetch),
             "hold": (wire.Hold, agent.hold),
             "held": (wire.Held, agent.held),
             "commit": (wire.Commit, agent.commit),
@@ -180,8 +181,10 @@ class Application:
             kind, _, index = match["what"].partition("/")
             if kind != "fragments" or not index.isdecimal():
                 raise Refused(404, f"nothing at {environ['PATH_INFO']}")
-            last = environ.get("QUERY_STRING", "") == "last"
-            path, offset, size_bytes = self._agent.locate(shard, int(index), last=last)
+            query = environ.get("QUERY_STRING", "")
+            path, offset, size_bytes = self._agent.locate(
+                shard, int(index), last=query == "last", early=query == "early"
+            )
         start, stop, status = _span(environ.get("HTTP_RANGE", ""), size_bytes)
         file = path.open("rb", buffering=0)
         file.seek(offset + start)

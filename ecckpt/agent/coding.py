@@ -51,6 +51,12 @@ def seal(entry: Entry) -> None:
     view[:SUPERBLOCK_BYTES] = pack_superblock(header)
 
 
+def sums_of(header: Header, view: memoryview) -> np.ndarray:
+    """The CRC32C of whole blocks of a fragment, uint32 (rows,): the first of them begins it."""
+    table = Codec(header.k, header.m).rebuild({0: view}, {}, header.block_bytes)
+    return np.asarray(table[0])
+
+
 def bad_blocks(
     header: Header, index: int, view: memoryview, table: np.ndarray, rows: slice | None = None
 ) -> list[tuple[int, int]]:

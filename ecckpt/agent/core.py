@@ -3,12 +3,12 @@
 A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
 order. In production that is driver.py, with sockets, threads and files; the simulator has another.
 
-    Reserve, Stage, Protect, Hold, Held, Commit, Begin, Fence,
-    Fetch, Guard, Store, Retain                                   requests (wire/)
+    Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Begin,
+    Fence, Fetch, Guard, Store, Retain                                   requests (wire/)
     Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
 
 A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
-hold.py, fetch.py, guard.py, store.py, scrub.py; ledgers.py about files.
+prefetch.py, hold.py, fetch.py, guard.py, store.py, scrub.py; ledgers.py about files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ecckpt.agent.guard import Guardian
 from ecckpt.agent.hold import Holder
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
-from ecckpt.agent.protect import Protector
+from ecckpt.agent.protect import EARLY_BYTES, Protector
 from ecckpt.agent.scrub import Scrubber
 from ecckpt.agent.sizes import steady_bytes
 from ecckpt.agent.store import Storekeeper
@@ -67,7 +67,8 @@ class Core:
 
     Peers reach the agent at ``address``. ``budget_bytes`` is what a run may use on this node unless
     it says otherwise. ``disk``: whether the node has one; ``disk_problem``: why it is of no use;
-    ``scrub_bytes_per_s``: how fast it is read all the time, 0 for not at all.
+    ``scrub_bytes_per_s``: how fast it is read all the time, 0 for not at all. Of fragments of at
+    least ``early_bytes`` holders are told before they are encoded.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class Core:
         disk: bool = False,
         disk_problem: str = "",
         scrub_bytes_per_s: float = 0.0,
+        early_bytes: int = EARLY_BYTES,
     ) -> None:
         self.ledgers = Ledgers(node, disk=disk)
         self.storekeeper = Storekeeper(self.ledgers, problem=disk_problem)
         self._node = node
         self._budget_bytes = budget_bytes
-        self._protector = Protector(self.ledgers, address=address)
+        self._protector = Protector(self.ledgers, address=address, early_bytes=early_bytes)
         self._holder = Holder(self.ledgers)
         self._fetcher = Fetcher(self.ledgers)
         self.guardian = Guardian(self.ledgers, self._protector, budget_bytes=budget_bytes)
@@ -112,12 +114,14 @@ class Core:
                 actions = [*self.guardian.resume(now_s), *self._scrubber.begin(now_s)]
             case _:
                 actions = self._requested(event, now_s)
-        return [*actions, *self.guardian.review(now_s)]
+        return [*actions, *self._holder.prefetcher.review(), *self.guardian.review(now_s)]
 
-    def _due(self, task: Job | Vigil | Scrubbing, now_s: float) -> list[Action]:
+    def _due(self, task: Job | Taking | Vigil | Scrubbing, now_s: float) -> list[Action]:
         match task:
             case Job():
                 return self._protector.due(task, now_s)
+            case Taking():
+                return self._holder.prefetcher.due(task)
             case Scrubbing():
                 return self._scrubber.due(task, now_s)
         return self.guardian.due(task, now_s)
@@ -153,8 +157,8 @@ class Core:
                 actions = self._stage(request)
             case wire.Protect():
                 actions = self._protector.start(request, now_s)
-            case wire.Hold():
-                actions = self._holder.start(request)
+            case wire.Prefetch() | wire.Hold():
+                actions = self._holder.start(request, now_s)
             case wire.Held():
                 actions = [Reply(wire.Done()), *self._protector.held(request, now_s)]
             case wire.Commit():
@@ -233,7 +237,11 @@ class Core:
             newer = ledger.begin(message.timeline, message.session)
         forgotten: list[Action] = []
         if isinstance(message, wire.Forget):
-            forgotten = [*self.storekeeper.stop(message.run), *self.ledgers.forget(message.run)]
+            forgotten = [
+                *self.storekeeper.stop(message.run),
+                *self._holder.prefetcher.clear(message.run),
+                *self.ledgers.forget(message.run),
+            ]
         return [
             *(self.ledgers.clear(message.run) if newer else ()),
             *forgotten,
@@ -321,12 +329,15 @@ class Core:
     def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
         """Drop what is least missed, where there is no other way.
 
-        First what only the disk still needs. Then what older timelines have left (saves that failed
-        before a restart would otherwise stay until a commit that there is no room for), and slots
-        that ranks of any run have reserved ahead: they may have ended, and one that lives asks
-        again.
+        First what nobody has asked to hold yet, then what only the disk still needs. Then what
+        older timelines have left (saves that failed before a restart would otherwise stay until a
+        commit that there is no room for), and slots that ranks of any run have reserved ahead: they
+        may have ended, and one that lives asks again.
         """
         run = action.run if isinstance(error, MemoryBudgetTooSmall) else None
+        early = self._holder.prefetcher.clear(run)
+        if early:
+            return [*early, action]
         recalled = self.ledgers.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 from ecckpt import wire
 from ecckpt.agent.actions import (
     Allocate,
+    Announce,
     Answer,
     Ask,
     Begun,
     Behind,
+    Borrow,
     Check,
     Discard,
     Due,
@@ -60,6 +62,7 @@ from ecckpt.agent.disk import Disk, Found, calm
 from ecckpt.agent.hold import PULLS
 from ecckpt.agent.network import Network
 from ecckpt.agent.pace import pace_of
+from ecckpt.agent.prefetch import PREFETCHES
 from ecckpt.agent.shelf import Shelf
 from ecckpt.agent.verify import verdict_on
 from ecckpt.errors import EcckptError, NotHeld
@@ -73,7 +76,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_THREADS: dict[type, int] = {Remember: 1, Allocate: 4, Encode: 2, Pull: PULLS, Post: 16, Ask: 8}
+_THREADS: dict[type, int] = {
+    Remember: 1,
+    Allocate: 4,
+    Encode: 2,
+    Pull: PULLS + PREFETCHES,
+    Post: 16,
+    Announce: 4,
+    Ask: 8,
+}
 
 
 class Driver:
@@ -209,6 +220,8 @@ class Driver:
                 self._shelf.let_go(action)
             case Release(run):
                 self._shelf.tier.release(run)
+            case Borrow():
+                self._shelf.borrow(action)
             case Wake(at_s, task):
                 self._alarm.set(at_s, Due(task))
             case Warn(text):
@@ -220,9 +233,7 @@ class Driver:
                 return Finished(action, self._result_on_disk(action))
             return Finished(action, self._result(action))
         except (EcckptError, OSError) as error:
-            if not isinstance(
-                action, Allocate | Ask | Write
-            ):  # which the core has its own words for
+            if not _is_expected(action):
                 _log.warning("%s failed: %s", type(action).__name__.lower(), error)
             return Failed(action, error)
         except Exception as error:
@@ -251,6 +262,8 @@ class Driver:
                 result = self._network.gather(fetching)
             case Post():
                 self._network.post(action)
+            case Announce():
+                self._network.announce(action)
             case Ask():
                 result = self._network.ask(action)
             case Check(file=file, bytes_per_s=bytes_per_s):
@@ -271,6 +284,12 @@ class Driver:
                     notes = self.core.ledgers.of(run).noted.lasting
                 return self._disk.record(run, notes)
         return None
+
+
+def _is_expected(action: Large) -> bool:
+    """Whether nobody need hear of it if that fails, or the core has its own words for it."""
+    early = isinstance(action, Pull) and action.taking.early
+    return early or isinstance(action, Allocate | Announce | Ask | Write)
 
 
 def _shard_of(task: wire.Reserve | Job | Taking | Fetching) -> ShardId:

@@ -34,7 +34,7 @@ class Entry:
     ``table`` is None until the file is sealed. ``pins`` counts who works on it; a ``doomed`` entry
     goes when the last one is done. ``lent`` keeps it like a pin, but may be taken back: the disk's
     thread looks again after each piece that it copied. ``parity`` holds parity fragments of a home
-    while peers pull.
+    while peers pull; ``early``: its data may be pulled already while it is being encoded.
     """
 
     header: Header
@@ -43,6 +43,7 @@ class Entry:
     pins: int = 0
     doomed: bool = False
     lent: bool = False
+    early: bool = False
     parity: Region | None = None
 
     @property

@@ -296,26 +296,29 @@ class Ledgers:
         raise NotHeld(f"node {self.node} has no home copy of {shard}")
 
     def locate(
-        self, shard: ShardId, index: int, *, last: bool = False
+        self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
     ) -> tuple[Region | DiskFile, int, int]:
         """Where a fragment lies, its offset and length, also where it is part of a home copy.
 
         In memory if it is there, else on disk; with ``last`` the other way round, for whoever found
-        the first copy damaged.
+        the first copy damaged. With ``early`` also data of a home copy that is being encoded.
         """
-        places = self._places(shard, index)
+        places = self._places(shard, index, early=early)
         if not places:
             raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
         return places[-1 if last else 0]
 
-    def _places(self, shard: ShardId, index: int) -> list[tuple[Region | DiskFile, int, int]]:
+    def _places(
+        self, shard: ShardId, index: int, *, early: bool
+    ) -> list[tuple[Region | DiskFile, int, int]]:
         ledger = self.look(shard.run)
         places: list[tuple[Region | DiskFile, int, int]] = []
         entry = ledger.find(shard, index)
         if entry is not None and entry.table is not None:
             places.append((entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes))
         home = ledger.find(shard, HOME)
-        if home is not None and home.table is not None and index >= 0:
+        readable = home is not None and (home.table is not None or (early and home.early))
+        if home is not None and readable and index >= 0:
             size_bytes, k = home.header.fragment_bytes, home.header.k
             if index < k:
                 places.append((home.region, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))

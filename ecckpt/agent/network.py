@@ -9,19 +9,20 @@ from itertools import repeat
 import numpy as np
 
 from ecckpt import wire
-from ecckpt.agent.actions import Ask, Fetching, Gathered, Post, Taking
+from ecckpt.agent.actions import Announce, Ask, Fetching, Gathered, Post, Taking
 from ecckpt.agent.coding import (
     bad_blocks,
     data_views,
     fragment_view,
     parity_views,
     rebuild,
+    sums_of,
 )
 from ecckpt.agent.gathering import Gathering
 from ecckpt.agent.pace import pace_of
-from ecckpt.blocks import span_of
+from ecckpt.blocks import span_of, spans
 from ecckpt.client import peer_client
-from ecckpt.errors import EcckptError, TooFewFragments, TooSlow
+from ecckpt.errors import EcckptError, NotHeld, TooFewFragments, TooSlow
 from ecckpt.tracing import Tracer
 from ecckpt.transport.http import patience
 from ecckpt.transport.laggards import Field
@@ -53,29 +54,46 @@ class Network:
             case wire.Held() as held:
                 client.held(held)
 
+    def announce(self, action: Announce) -> None:
+        """Send that message while there is something in it; raises what the client raises."""
+        if action.job.state == "encoding":
+            client = peer_client(action.address, self._token, timeout_s=_POST_TIMEOUT_S)
+            client.prefetch(action.message)
+
     def ask(self, action: Ask) -> wire.Presence:
         """What a node has; raises what the client raises."""
         address = action.sight.address
         return peer_client(address, self._token, timeout_s=_ASK_TIMEOUT_S).probe(action.message)
 
-    def pull(self, taking: Taking) -> int:
-        """Pull a fragment into its region; returns how many of its blocks are not right."""
+    def pull(self, taking: Taking) -> np.ndarray:
+        """Pull what a fragment lacks into its region; returns the checksums of all its blocks.
+
+        Raises ``NotHeld`` if it has no region, ``TooSlow`` once it is dropped.
+        """
         message, header, region = taking.message, taking.message.header, taking.region
-        assert region is not None
+        shard, index = header.shard, header.index
+        if region is None:
+            raise NotHeld(f"no memory for fragment {index} of {shard} yet")
         view = fragment_view(header, region)
         client = peer_client(message.source, self._token)
-        shard, index = header.shard, header.index
-        with self._tracer.span("pull", shard, index):
-            client.pull_fragment(
-                shard,
-                index,
-                view,
-                timeout_s=message.timeout_s,
-                pace=self._pace,
-                connections=connections_for(header.n),  # holders pull from one home at once
-            )
-        with self._tracer.span("verify", shard, index):
-            return len(bad_blocks(header, index, view, taking.table))
+        sums = np.zeros(header.rows, np.uint32) if taking.sums is None else taking.sums.copy()
+        for rows in spans(taking.lacking()):
+            span = span_of(header, rows)
+            with self._tracer.span("prefetch" if taking.early else "pull", shard, index):
+                client.pull_fragment(
+                    shard,
+                    index,
+                    view[span],
+                    offset=span.start,
+                    timeout_s=message.timeout_s,
+                    pace=self._pace,
+                    wanted=lambda: not taking.dropped,
+                    early=taking.early,
+                    connections=connections_for(header.n),  # holders pull from one home at once
+                )
+            with self._tracer.span("verify", shard, index):
+                sums[rows] = sums_of(header, view[span])
+        return sums
 
     def gather(self, fetching: Fetching) -> Gathered:
         """Pull what is left of a shard straight into place, rebuild the rest there, prove all.
@@ -117,7 +135,7 @@ class Network:
     def _table(self, message: wire.Fetch, deadline_s: float) -> np.ndarray:
         problems: list[str] = []
         addresses = dict.fromkeys(a for sources in message.sources for a in sources.addresses)
-        for address in addresses:
+        for address in (*addresses, *addresses):  # as every source of a fragment: twice
             # One that hangs may not use up the time in which another could answer.
             timeout_s = patience(max(0.001, deadline_s - time.monotonic()))
             try:

@@ -100,6 +100,10 @@ class Agent:
         """Start protecting; ``watch`` tells how it goes."""
         return cast(wire.Done, self._driver.ask(message))
 
+    def prefetch(self, message: wire.Prefetch) -> wire.Done:
+        """Perhaps pull what this node will be asked to hold."""
+        return cast(wire.Done, self._driver.ask(message))
+
     def hold(self, message: wire.Hold) -> wire.Done:
         """Start pulling a fragment; ``held`` goes to its home when that is done."""
         return cast(wire.Done, self._driver.ask(message))
@@ -230,13 +234,17 @@ class Agent:
         with self._changed:
             return self.core.ledgers.table(shard)
 
-    def locate(self, shard: ShardId, index: int, *, last: bool = False) -> tuple[Path, int, int]:
+    def locate(
+        self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
+    ) -> tuple[Path, int, int]:
         """File, offset and length of a fragment's payload, also where it is part of a home copy.
 
-        With ``last``, on disk rather than in memory.
+        With ``last``, on disk rather than in memory; with ``early`` also of one that is encoded.
         """
         with self._changed:
-            where, offset, size_bytes = self.core.ledgers.locate(shard, index, last=last)
+            where, offset, size_bytes = self.core.ledgers.locate(
+                shard, index, last=last, early=early
+            )
         return where.path, offset, size_bytes
 
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:

@@ -4,6 +4,8 @@ Data fragments are ranges of the slot and parity lies in a region of its own, so
 everything from files; nothing is sent to anybody who did not ask for it.
 
     start -> (parity allocated) -> (encoded) seal, ask holders -> answers, deadline -> end
+
+While it encodes, holders of large data fragments may pull them already (prefetch.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from ecckpt import wire
 from ecckpt.agent.actions import (
     Action,
     Allocate,
+    Announce,
     Encode,
     Job,
     Post,
@@ -40,17 +43,21 @@ if TYPE_CHECKING:
 _GRACE_LEAST_S = 1.0
 _GRACE_FACTOR = 3.0
 _KEPT_JOBS = 256
+# Encoding less takes no longer than telling holders of it (docs/decisions/0111).
+EARLY_BYTES = 32 << 20
 
 
 class Protector:
     """The protection jobs of this node's ranks: one for each shard, and the last ones that ended.
 
-    ``address`` is where peers pull from and answer to.
+    ``address`` is where peers pull from and answer to. Data fragments of ``early_bytes`` or more
+    may be pulled before they are encoded.
     """
 
-    def __init__(self, ledgers: Ledgers, *, address: str) -> None:
+    def __init__(self, ledgers: Ledgers, *, address: str, early_bytes: int) -> None:
         self._ledgers = ledgers
         self._address = address
+        self._early_bytes = early_bytes
         self._jobs: dict[ShardId, Job] = {}
         self._repair: Job | None = None  # of a shard that has, or had, a job of its own
 
@@ -121,7 +128,7 @@ class Protector:
     def allocated(self, job: Job, region: Region) -> list[Action]:
         """There is room for the parity."""
         job.parity = region
-        return self._let_go(job) if job.ended else [Encode(job)]
+        return self._let_go(job) if job.ended else self._encode(job)
 
     def encoded(self, job: Job, table: np.ndarray, now_s: float) -> list[Action]:
         """Parity and checksums are there."""
@@ -136,7 +143,7 @@ class Protector:
             return self.failed(job, CorruptFragment(problem), now_s)
         sealed: list[Action] = []
         if home.table is None:
-            home.table = table
+            home.table, home.early = table, False
             sealed = [Seal(home)]
         home.parity = job.parity
         return sealed + self._scatter(job, home.header, table, now_s)
@@ -187,10 +194,38 @@ class Protector:
         if home.table is not None and all(target.index < header.k for target in targets):
             return self._scatter(job, header, home.table, now_s)
         if not header.m:
-            return [Encode(job)]
+            return self._encode(job)
         what = f"the parity of {header.shard}"
         size_bytes, budget_bytes = parity_region_bytes(header), job.message.memory_bytes
         return [Allocate(header.shard.run, size_bytes, budget_bytes, what, job, again=job.repair)]
+
+    def _encode(self, job: Job) -> list[Action]:
+        """Encode, and tell holders of data fragments that they will be asked.
+
+        Not those on the same host: they would only take from the encoding what it takes from them.
+        """
+        home, message = job.home, job.message
+        assert home is not None
+        header = home.header
+        if home.table is not None or header.fragment_bytes < self._early_bytes:
+            return [Encode(job)]
+        home.early = True
+        prefetches = [
+            Announce(
+                target.address,
+                wire.Prefetch(
+                    header=header.at(target.index),
+                    writer=message.writer,
+                    source=self._address,
+                    timeout_s=message.timeout_s,
+                    discard=message.discard,
+                ),
+                job,
+            )
+            for target in message.targets
+            if target.index < header.k and _host(target.address) != _host(self._address)
+        ]
+        return [Encode(job), *prefetches]
 
     def _scatter(self, job: Job, header: Header, table: np.ndarray, now_s: float) -> list[Action]:
         message = job.message
@@ -246,6 +281,11 @@ class Protector:
         assert home is not None
         if home.parity is parity:
             home.parity = None
+        home.early = False
         job.home = job.parity = None
         spare = [] if parity is None else [Recycle(home.header.shard.run, parity)]
         return spare + self._ledgers.unpin(home)
+
+
+def _host(address: str) -> str:
+    return address.rsplit(":", 1)[0]

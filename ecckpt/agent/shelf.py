@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ecckpt.agent.actions import Allocate, Discard, Recycle
+from ecckpt.agent.actions import Allocate, Borrow, Discard, Recycle
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.agent.notes import pack_notes, unpack_notes
@@ -36,6 +36,11 @@ class Shelf:
         return self.tier.allocate(
             action.run, action.size_bytes, budget_bytes=budget_bytes, what=action.what
         )
+
+    def borrow(self, action: Borrow) -> None:
+        """A region for a task if one is spare, as ``allocate`` gives it."""
+        header = action.taking.message.header
+        action.taking.region = self.tier.take_spare(header.shard.run, header.file_bytes)
 
     def let_go(self, action: Recycle | Discard) -> None:
         """Keep a region for the next taker, or give it back."""

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from ecckpt import wire
 from ecckpt.agent.actions import (
     Allocate,
+    Announce,
     Ask,
+    Borrow,
     Discard,
     Due,
     Encode,
@@ -36,15 +38,16 @@ from ecckpt.agent.actions import (
     Write,
 )
 from ecckpt.agent.coding import (
-    bad_blocks,
     data_views,
     encode_home,
     fragment_view,
     parity_views,
     seal,
+    sums_of,
 )
 from ecckpt.agent.core import Core
-from ecckpt.errors import EcckptError
+from ecckpt.blocks import span_of, spans
+from ecckpt.errors import EcckptError, NotHeld
 from ecckpt.sim.hand import Hand
 from ecckpt.sim.network import Answer, answering
 from ecckpt.sim.pulling import Puller
@@ -76,6 +79,7 @@ class Agent(Actor):
             address=host.node,
             budget_bytes=host.cluster.budget_bytes,
             disk=host.platter is not None,
+            early_bytes=0,
         )
         for action in self.memory.adopt(self.core.ledgers):
             assert isinstance(action, Recycle)
@@ -119,6 +123,8 @@ class Agent(Actor):
             case Recycle() | Discard():
                 self.host.cluster.witness.going(self.host, action)
                 self.memory.let_go(action)
+            case Borrow():
+                self.memory.borrow(action)
             case Wake(at_s, task):
                 self._later(max(0.0, at_s - self.world.now_s), Due(task), None)
 
@@ -137,7 +143,7 @@ class Agent(Actor):
                 self.spawn(self._pull(action))
             case Gather():
                 self.spawn(self._gather(action, asker))
-            case Post():
+            case Post() | Announce():
                 self.spawn(self._post(action))
             case Ask():
                 self.spawn(self._ask(action))
@@ -170,7 +176,7 @@ class Agent(Actor):
 
     # -- over the network -------------------------------------------------------------------------
 
-    def _post(self, action: Post) -> Steps:
+    def _post(self, action: Post | Announce) -> Steps:
         try:
             target = self.host.cluster.hosts[action.address]
             yield target.ask(self.node, action.message, _POST_TIMEOUT_S)
@@ -192,16 +198,22 @@ class Agent(Actor):
     def _pull(self, action: Pull) -> Steps:
         taking = action.taking
         message, region = taking.message, taking.region
-        assert region is not None
-        header = message.header
+        header, lacking = message.header, taking.lacking()
+        shard, index = header.shard, header.index
+        if region is None:
+            none = NotHeld(f"no memory for fragment {index} of {shard} yet")
+            self._later(_ALLOCATE_S, Failed(action, none), None)
+            return
         try:
-            data = yield self._puller.read(message.source, header.shard, header.index)
+            data = yield self._puller.read(message.source, shard, index, early=taking.early)
         except EcckptError as error:
             self.tell(Failed(action, error))
             return
         view = fragment_view(header, region)
-        view[:] = data
-        self.tell(Finished(action, len(bad_blocks(header, header.index, view, taking.table))))
+        for rows in spans(lacking):
+            span = span_of(header, rows)
+            view[span] = data[span]
+        self.tell(Finished(action, sums_of(header, view)))
 
     def _gather(self, action: Gather, asker: Answer | None) -> Steps:
         try:

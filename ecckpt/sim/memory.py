@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ecckpt.agent.actions import Action, Allocate, Discard, Recycle
+from ecckpt.agent.actions import Action, Allocate, Borrow, Discard, Recycle
 from ecckpt.agent.ledger import Entry, Notes
 from ecckpt.agent.ledgers import Ledgers
 from ecckpt.errors import CorruptFragment, EcckptError, TmpfsFull
@@ -30,7 +30,7 @@ class Memory:
     def allocate(self, action: Allocate, default_bytes: int) -> Region:
         """A region, as the memory tier gives it."""
         run = action.run
-        size_bytes = -(-action.size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        size_bytes = _whole_pages(action.size_bytes)
         region = self._accounts.take(run, size_bytes)
         if region is not None:
             return region
@@ -47,6 +47,12 @@ class Memory:
         self.files[name] = region
         self.used_bytes[run] = self.used_bytes.get(run, 0) + size_bytes
         return region
+
+    def borrow(self, action: Borrow) -> None:
+        """A region that is spare, as the memory tier gives it."""
+        header = action.taking.message.header
+        size_bytes = _whole_pages(header.file_bytes)
+        action.taking.region = self._accounts.take(header.shard.run, size_bytes)
 
     def let_go(self, action: Recycle | Discard) -> None:
         """Keep a region for the next taker, or forget it; whoever has it mapped keeps it."""
@@ -95,3 +101,7 @@ class Memory:
     def _remove(self, run: str, region: Region) -> None:
         if self.files.pop(region.name, None) is not None:
             self.used_bytes[run] -= region.size_bytes
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES

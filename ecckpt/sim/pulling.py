@@ -39,14 +39,24 @@ class Puller:
     network: Network
     hosts: Mapping[str, Host]
 
-    def read(self, address: str, shard: ShardId, index: int, *, last: bool = False) -> Wait:
+    def read(
+        self,
+        address: str,
+        shard: ShardId,
+        index: int,
+        *,
+        last: bool = False,
+        early: bool = False,
+    ) -> Wait:
         """The bytes of a fragment, from another agent; now and then a bit flips on the way.
 
         Or, on disk, it cannot be read at the moment.
         """
 
         def serve(agent: Agent) -> bytearray:
-            source, offset, size_bytes = agent.core.ledgers.locate(shard, index, last=last)
+            source, offset, size_bytes = agent.core.ledgers.locate(
+                shard, index, last=last, early=early
+            )
             data = agent.read(source, offset, size_bytes)
             if self.world.chance(self.network.faults.flip):
                 self.network.injected += 1
@@ -62,7 +72,7 @@ class Puller:
         problems = []
         addresses = dict.fromkeys(a for each in message.sources for a in each.addresses)
         shard = message.header.shard
-        for address in addresses:
+        for address in (*addresses, *addresses):
             handle = answering(lambda agent: agent.core.ledgers.table(shard))
             try:
                 packed = yield self.hosts[address].call(self.node, handle, _PULL_TIMEOUT_S)

@@ -118,6 +118,20 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """This data fragment is about to be encoded: who likes may pull it from ``source`` already.
+
+    Nothing comes of it but that the ``Hold`` that follows finds the bytes there.
+    """
+
+    header: Header
+    writer: int
+    source: str
+    timeout_s: float
+    discard: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """The answer to ``Hold``, when the work is done: ``problem`` is empty on success."""
 

@@ -33,7 +33,7 @@ from ecckpt.generation import Generation, ShardId
 K, M, BLOCK_BYTES, SHARD_BYTES = 3, 2, 4096, 14_000
 RUN, NODE, SESSION = "test", "n0", "0123456789abcdef"
 # This node is home of rank 0 and holds this fragment of rank 1's shards.
-HELD = 4
+HELD = 2
 WAIT_S = 20.0
 STEPS_A_LIFE = 4
 
@@ -177,6 +177,8 @@ class Life:
         head = header_of(which, 1, HELD)
         table = pack_table(coded(which, 1)[1])
         source, budget_bytes = self._source, self._budget_bytes
+        # Once there is memory to spare, it is pulled before it is asked for.
+        self._agent.prefetch(wire.Prefetch(head, self._timeline, source, 5.0, given_up))
         self._agent.hold(
             wire.Hold(head, self._timeline, table, source, budget_bytes, 5.0, given_up, False)
         )

@@ -349,7 +349,7 @@ def _source(held: list[wire.Held]) -> HTTPServer:
         def do_GET(self) -> None:
             if self.path == "/idle":
                 return self._answer(b"")
-            *_, generation, rank, _, index = self.path.split("/")
+            *_, generation, rank, _, index = self.path.partition("?")[0].split("/")
             fragments, _ = coded(Generation.parse(generation), int(rank))
             return self._answer(fragments[int(index)])
 

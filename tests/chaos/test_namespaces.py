@@ -173,3 +173,30 @@ def test_packets_that_are_late_overtake_each_other_and_get_lost(rough: Namespace
         for handle, each in zip(handles, found, strict=True):
             assert len(handle.problems) == 5 - handle.held
             assert handle.held - 2 <= each.margin <= 3
+
+
+def test_large_fragments_are_pulled_while_they_are_encoded(net: Namespaces) -> None:
+    world = World(
+        _Nodes(net, net.nodes[:1]),  # type: ignore[arg-type]
+        1,
+        run="early",
+        code=(2, 1),
+        agents=[net.address(node) for node in net.nodes[1:4]],
+    )
+    states = states_for(1, seed=7, elements=20_000_000)
+    with world:
+        world.restore(states_for(1, seed=0, elements=20_000_000))
+        for step in range(6):
+            (handle,) = world.save(step, states)
+            assert handle.wait(60)
+            assert handle.held == 3, handle.problems
+        spans = [span for node in net.nodes for span in net.client(node).trace("early").agent]
+        names = [span.name for span in spans]
+        # The first two find no memory to spare; all eight too late would be strange.
+        assert 0 < names.count("prefetch") <= 8
+        assert names.count("verify") == 18  # no fragment came twice
+        assert names.count("pull") + names.count("prefetch") == 18
+        net.lose("n1")
+        blank = states_for(1, seed=0, elements=20_000_000)
+        assert [each.step for each in world.restore(blank)] == [5]
+        assert same_state(blank[0], states[0])
