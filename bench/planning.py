@@ -3,7 +3,9 @@
 Inventories of 2,048 nodes with 8 ranks each, RS(8, 2), as the bytes that agents send, one committed
 generation and a newer one that was not finished; 3 nodes of each hundredth group are lost and have
 been replaced. Times are CPU seconds of the one rank that plans: reading the messages, choosing
-the generation, and an order for each of 16,384 ranks.
+the generation, looking what is on disk, an order for each of 16,384 ranks, and its bytes.
+``led_s`` is all of that again, of other inventories, by ``Leader.order`` with its threads, from
+agents that answer at once.
 """
 
 from __future__ import annotations
@@ -13,33 +15,51 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from ecckpt import wire
+from ecckpt.client import AgentClient
+from ecckpt.cluster import Cluster
 from ecckpt.collector import collector_paused
 from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Way, way_home
+from ecckpt.headers import Headers
+from ecckpt.leading import Leader
+from ecckpt.ordering import Ground, Order, Wanted, orders
 from ecckpt.placement import Node, Placement, parse_code, plan_placement
-from ecckpt.recovery import Inventory, RecoveryPlan, plan_recovery
+from ecckpt.recovery import Inventory, on_disk, plan_recovery
 
+RUN = "llama"
 K, M = 8, 2
 SHARD_BYTES = 10 << 30
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Answering(AgentClient):
+    """An agent whose answer is there already."""
+
+    body: bytes = b""
+
+    def begin(self, message: wire.Begin) -> Inventory:
+        """Its inventory, as it would arrive."""
+        return wire.unpack(Inventory, self.body)
+
+
 def header(generation: Generation, rank: int, ranks: int, index: int, home: str) -> Header:
     """Of a 10 GiB shard."""
     return Header(
-        ShardId("llama", generation, rank),
+        ShardId(RUN, generation, rank),
         *(ranks, index, K, M, SHARD_BYTES, fragment_bytes_for(SHARD_BYTES, K), BLOCK_BYTES),
         *(home, None, 1_790_000_000),
     )
 
 
-def survivors(placement: Placement, homes: list[str]) -> list[bytes]:
-    """What the agents answer, in bytes."""
-    committed, unfinished = (Generation(1, step, "0123456789abcdef") for step in (100, 200))
+def survivors(placement: Placement, homes: list[str], session: str) -> dict[str, bytes]:
+    """What each agent answers, in bytes."""
+    committed, unfinished = (Generation(1, step, session) for step in (100, 200))
     held: dict[str, list[Header]] = defaultdict(list)
     for rank, home in enumerate(homes):
         for index, node in enumerate((home, *placement.holders[home]), start=HOME):
@@ -49,27 +69,41 @@ def survivors(placement: Placement, homes: list[str]) -> list[bytes]:
     for group in placement.groups[::100]:
         for node in group[:3]:
             held[node.id] = []
-    return [
-        wire.pack(
-            Inventory(
-                node, tuple(held[node]), (), (), committed, fence=1, roll_backs=(), rejected={}
-            )
-        )
+    none = Headers.of(())
+    return {
+        node: wire.pack(Inventory(node, Headers.of(held[node]), none, (), committed, 1, (), {}))
         for node in placement.holders
-    ]
+    }
 
 
-def timed(run: Callable[[], T]) -> tuple[T, float]:
+def timed(run: Callable[[], T], clock: Callable[[], float] = time.thread_time) -> tuple[T, float]:
     """What it returns, and its CPU seconds."""
-    started_s = time.thread_time()
-    return run(), time.thread_time() - started_s
+    started_s = clock()
+    return run(), clock() - started_s
 
 
-def orders(plan: RecoveryPlan, placement: Placement, homes: list[str]) -> list[Way]:
-    """As rank 0 makes them."""
-    assert plan.chosen is not None
-    address = {node: f"10.0.0.1:{at}" for at, node in enumerate(placement.holders)}
-    return [way_home(shard, homes[shard.rank], placement, address) for shard in plan.chosen.shards]
+def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, float]]:
+    """What rank 0 tells each rank, and the CPU seconds of each part of its work."""
+    inventories, read_s = timed(lambda: [wire.unpack(Inventory, body) for body in bodies])
+    plan, plan_s = timed(lambda: plan_recovery(RUN, inventories))
+    _, on_disk_s = timed(lambda: on_disk(RUN, inventories))
+    made, orders_s = timed(lambda: orders(plan, ground, plan.rejected(), alike=False, relaid=False))
+    told, pack_s = timed(lambda: [wire.pack(order) for order in made])
+    times = {"read_s": read_s, "plan_s": plan_s, "on_disk_s": on_disk_s}
+    return told, times | {"orders_s": orders_s, "pack_s": pack_s}
+
+
+def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
+    """The same by the leader of a restore."""
+    peers = {node: Answering(ground.address[node], body=bodies[node]) for node in bodies}
+    info = wire.NodeInfo("", "", "", "", "", 0, 0, 0)
+    first = next(iter(peers.values()))
+    cluster = Cluster(
+        RUN, info, Path(), first, peers, ground.placement, tuple(ground.homes), (), memory_bytes=0
+    )
+    with Leader(cluster, peers, session="") as leader:
+        made: list[Order] = leader.order(Wanted(), known=[1], alike=False)
+    return [wire.pack(order) for order in made]
 
 
 @collector_paused()  # as a restore does
@@ -85,21 +119,23 @@ def main() -> None:
         lambda: plan_placement(map(Node, names, domains), parse_code((K, M), len(names)))
     )
     homes = [name for name in names for _ in range(arguments.ranks_per_node)]
-    bodies = survivors(placement, homes)
-    inventories, read_s = timed(lambda: [wire.unpack(Inventory, body) for body in bodies])
-    plan, plan_s = timed(lambda: plan_recovery("llama", inventories))
-    ways, orders_s = timed(lambda: orders(plan, placement, homes))
-    assert len(ways) == len(homes)
+    address = {node: f"10.0.0.1:{at}" for at, node in enumerate(placement.holders)}
+    ground = Ground(2, homes, placement, address)
+    bodies = survivors(placement, homes, "0123456789abcdef")
+    told, times = parts(list(bodies.values()), ground)
+    others = survivors(placement, homes, "fedcba9876543210")
+    told_too, led_s = timed(lambda: led(others, ground), time.process_time)
+    assert len(told) == len(told_too) == len(homes)
     row = {
         "nodes": len(names),
         "ranks": len(homes),
-        "files": sum(len(inventory.headers) for inventory in inventories),
-        "message_bytes": sum(map(len, bodies)),
+        "files": sum(len(wire.unpack(Inventory, body).headers) for body in bodies.values()),
+        "message_bytes": sum(map(len, bodies.values())),
+        "order_bytes": sum(map(len, told)),
         "placement_s": placement_s,
-        "read_s": read_s,
-        "plan_s": plan_s,
-        "orders_s": orders_s,
-        "all_s": placement_s + read_s + plan_s + orders_s,
+        **times,
+        "all_s": placement_s + sum(times.values()),
+        "led_s": led_s,
     }
     for name, value in row.items():
         print(

@@ -21,7 +21,7 @@ from ecckpt.cluster import Cluster
 from ecckpt.errors import AgentUnreachable, EcckptError, NotHeld, NotMapped
 from ecckpt.fragment import Header
 from ecckpt.generation import ShardId
-from ecckpt.ordering import Order, ShardSources, Wanted, likely_home
+from ecckpt.ordering import Order, ShardSources, Wanted, as_told, likely_home
 from ecckpt.proving import ProofAhead, Prover
 from ecckpt.reading import Peers, ShardReader
 from ecckpt.resharding import reshape_from
@@ -168,8 +168,7 @@ class Bringer:
         assert order.header is not None
         _log.warning("rank %d restores without its node's agent", self._rank)
         by_address = {peer.address: peer for peer in peers.clients.values()}
-        fragments = {each.index: each.addresses for each in order.sources}
-        sources = ShardSources(order.header, (), fragments)
+        sources = ShardSources(order.header, (), order.sources)
         reader = ShardReader(sources, replace(peers, clients=by_address))
         shard = read_shard(reader.whole())
         return Brought(shard, "peers", reader.pulled_bytes, reader.rebuilt_fragments)
@@ -213,7 +212,7 @@ class Bringer:
             wire.Fetch(
                 header=order.header,
                 writer=order.timeline,
-                sources=order.sources,
+                sources=as_told(order.sources),
                 memory_bytes=self._cluster.memory_bytes,
                 timeout_s=0.8 * self._timeout_s,
             )

@@ -18,12 +18,13 @@ from ecckpt.recovery import GenerationReport, Inventory, RecoveryPlan, ShardRepo
 class Way:
     """How a shard comes to a home: ``local`` if it is there, else from these sources.
 
-    ``repair`` are the fragments to make again afterwards.
+    ``sources`` maps a fragment's index to the addresses that have it, ``repair`` are the fragments
+    to make again afterwards.
     """
 
     header: Header
     local: bool
-    sources: tuple[wire.Sources, ...]
+    sources: Mapping[int, tuple[str, ...]]
     repair: tuple[wire.Target, ...]
 
 
@@ -112,7 +113,7 @@ class Order:
     timeline: int
     header: Header | None
     local: bool
-    sources: tuple[wire.Sources, ...]
+    sources: Mapping[int, tuple[str, ...]]
     repair: tuple[wire.Target, ...]
     margin: int
     rejected: Mapping[str, str]
@@ -182,14 +183,13 @@ def orders(
     """
     ranks, chosen = len(ground.homes), plan.chosen
     if chosen is None:
-        return [Order(ground.timeline, None, False, (), (), -1, rejected, ())] * ranks
-    shards = sources_of(chosen)
+        return [Order(ground.timeline, None, False, {}, (), -1, rejected, ())] * ranks
     if alike or chosen.world_size != ranks:
-        header, margin = shards[0].header, chosen.margin
-        return [Order(ground.timeline, header, False, (), (), margin, rejected, shards)] * ranks
-    return [
-        _own_order(shard, ground, rejected, shards if relaid else ()) for shard in chosen.shards
-    ]
+        shards, margin = sources_of(chosen), chosen.margin
+        header = shards[0].header
+        return [Order(ground.timeline, header, False, {}, (), margin, rejected, shards)] * ranks
+    shards = sources_of(chosen) if relaid else ()
+    return [_own_order(shard, ground, rejected, shards) for shard in chosen.shards]
 
 
 def _own_order(
@@ -214,7 +214,7 @@ def _own_order(
 def sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
     """Where the shards of a generation that can be restored are, in the order of their ranks."""
     return tuple(
-        ShardSources(shard.header.at(HOME), shard.homes, shard.fragments)
+        ShardSources(shard.header, shard.homes, shard.fragments)
         for shard in chosen.shards
         if shard.header is not None  # of a chosen generation, every shard has one
     )
@@ -225,13 +225,16 @@ def way_home(
 ) -> Way:
     """How a shard that is not lost comes to its rank's node; ``address`` is each node's."""
     assert shard.header is not None
-    header = shard.header.at(HOME)
-    sources = []
+    header = shard.header
+    if header.home != home:
+        header = replace(header, home=home)
+    sources = {}
     for index in range(header.n):
-        copies = shard.homes if index < header.k else ()
-        nodes = dict.fromkeys((*shard.fragments.get(index, ()), *copies))
+        nodes = shard.fragments.get(index, ())
+        if index < header.k:
+            nodes += tuple([each for each in shard.homes if each not in nodes])
         if nodes:
-            sources.append(wire.Sources(index, tuple(address[node] for node in nodes)))
+            sources[index] = tuple([address[node] for node in nodes])
     missing: Mapping[int, str] = {}
     if placement.code.holders and len(shard.fragments) < header.n:
         missing = plan_repair(
@@ -239,10 +242,16 @@ def way_home(
             indices=header.n,
             present=shard.fragments,
             holders=placement.holders[home],
-            nodes=_nearest(placement, home),
+            nodes=placement.domains,
+            near=(node.id for node in placement.ring(home)),  # losses stay within the group
         )
-    targets = [wire.Target(index, node, address[node]) for index, node in missing.items()]
-    return Way(replace(header, home=home), home in shard.homes, tuple(sources), tuple(targets))
+    targets = tuple([wire.Target(index, node, address[node]) for index, node in missing.items()])
+    return Way(header, home in shard.homes, sources, targets)
+
+
+def as_told(sources: Mapping[int, tuple[str, ...]]) -> tuple[wire.Sources, ...]:
+    """The sources of a way or an order, as an agent is told them."""
+    return tuple(wire.Sources(index, addresses) for index, addresses in sources.items())
 
 
 def guard_of(
@@ -267,9 +276,3 @@ def guard_of(
         memory_bytes=memory_bytes,
         timeout_s=timeout_s,
     )
-
-
-def _nearest(placement: Placement, home: str) -> dict[str, str]:
-    """All nodes with their domains: the home's own group first, so that losses stay within it."""
-    others = (node for group in placement.groups for node in group)
-    return {node.id: node.domain for node in (*placement.ring(home), *others)}

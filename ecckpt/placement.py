@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ecckpt.errors import DuplicateNode, InvalidCode, TooFewNodes
 
@@ -39,7 +40,7 @@ class Code:
         return f"RS({self.k}, {self.m})" if self.holders else "none"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """Which nodes hold the fragments of which home.
 
@@ -56,9 +57,17 @@ class Placement:
 
     def ring(self, home: str) -> tuple[Node, ...]:
         """The other nodes of a home's group, in ring order: its holders, then those to spare."""
-        group = next(each for each in self.groups if any(node.id == home for node in each))
-        at = next(at for at, node in enumerate(group) if node.id == home)
+        group, at = self._places[home]
         return (*group[at + 1 :], *group[:at])
+
+    @cached_property
+    def domains(self) -> Mapping[str, str]:
+        """The domain of every node, group by group."""
+        return {node.id: node.domain for group in self.groups for node in group}
+
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[tuple[Node, ...], int]]:
+        return {node.id: (group, at) for group in self.groups for at, node in enumerate(group)}
 
     def promise(self) -> str:
         """One sentence for people: what may be lost."""
@@ -163,14 +172,15 @@ def plan_repair(
     present: Mapping[int, Iterable[str]],
     holders: Sequence[str],
     nodes: Mapping[str, str],
+    near: Iterable[str] = (),
 ) -> dict[int, str]:
     """Where the fragments that a shard lacks should go: index -> node.
 
     ``present`` says which living nodes have which fragment, ``nodes`` maps those that could take
-    one to their domains, the preferred first. A missing fragment goes to its regular holder if that
-    node has none of this shard yet, else to another node that has none, of a domain with the least
-    of the shard. What finds no node is left out: two fragments on one node would not add a node's
-    worth of margin.
+    one to their domains, the preferred first; those that are ``near`` come before all others. A
+    missing fragment goes to its regular holder if that node has none of this shard yet, else to
+    another node that has none, of a domain with the least of the shard. What finds no node is left
+    out: two fragments on one node would not add a node's worth of margin.
     """
     taken = {node for at in present.values() for node in at} | {home}
     missing = [index for index in range(indices) if not present.get(index)]
@@ -183,7 +193,7 @@ def plan_repair(
     if not strays:
         return plan
     taken.update(plan.values())
-    free = [node for node in dict.fromkeys((*holders, *nodes)) if node in nodes]
+    free = [node for node in dict.fromkeys((*holders, *near, *nodes)) if node in nodes]
     free = [node for node in free if node not in taken]
     crowd = Counter(nodes[node] for node in taken if node in nodes)
     for index in strays[: len(free)]:

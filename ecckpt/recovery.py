@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Literal
 
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation
+from ecckpt.headers import Headers
 from ecckpt.lineage import RollBack, abandoned_by, in_force
 
 Class = Literal["complete", "recoverable", "lost"]
@@ -32,8 +34,8 @@ class Inventory:
     """
 
     node: str
-    headers: tuple[Header, ...]
-    disk: tuple[Header, ...]
+    headers: Headers
+    disk: Headers
     stored: tuple[Generation, ...]
     committed: Generation | None
     fence: int
@@ -46,7 +48,8 @@ class ShardReport:
     """What is left of one shard.
 
     ``margin`` is how many more node losses it survives, whichever nodes they are; -1 when lost.
-    ``fragments`` maps index -> nodes that have it; ``homes`` are the nodes with a whole copy.
+    ``header`` is that of a home copy; None: nothing was found. ``fragments`` maps index -> nodes
+    that have it; ``homes`` are the nodes with a whole copy.
     """
 
     rank: int
@@ -78,10 +81,11 @@ class GenerationReport:
 
     def why(self) -> str:
         """Why it is not restored, or not by itself; empty when it may be."""
-        lost = [shard.why() for shard in self.shards if shard.state == "lost"]
+        lost = [shard for shard in self.shards if shard.state == "lost"]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         if lost:
-            return f"{len(lost)} of {self.world_size} shards lost: {'; '.join(lost[:4])}{more}"
+            some = "; ".join(shard.why() for shard in lost[:4])
+            return f"{len(lost)} of {self.world_size} shards lost: {some}{more}"
         if self.abandoned:
             return (
                 f"left by going back to {self.abandoned.target} on timeline "
@@ -130,20 +134,13 @@ def plan_recovery(
     timeline, rather one that is not abandoned) or ``generation``. ``refused`` are generations that
     were tried and found bad.
     """
-    found: dict[Generation, dict[int, dict[str, list[Header]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    newest_timeline = 0
     inventories = list(inventories)
+    found = _found(run, inventories)
+    newest_timeline = 0
     for inventory in inventories:
         newest_timeline = max(newest_timeline, inventory.fence)
         if inventory.committed:
             newest_timeline = max(newest_timeline, inventory.committed.timeline)
-        for header in (*inventory.headers, *inventory.disk):
-            if header.shard.run == run:
-                held = found[header.shard.generation][header.shard.rank][inventory.node]
-                if header not in held:  # in memory and on disk: a node is lost with both
-                    held.append(header)
     roll_backs = in_force(each for inventory in inventories for each in inventory.roll_backs)
     reports = tuple(
         _report(each, found[each], abandoned_by(each, roll_backs))
@@ -191,7 +188,7 @@ def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
         key=lambda stored: (stored[-1], len(stored)),
         default=(),
     )
-    without_memory = [replace(inventory, headers=()) for inventory in inventories]
+    without_memory = [replace(inventory, headers=Headers.of(())) for inventory in inventories]
     found = plan_recovery(run, without_memory).generations
     seen = (report.generation for report in found if all(map(_is_stored, report.shards)))
     return OnDisk(told, tuple(sorted(seen)))
@@ -220,13 +217,37 @@ def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> d
     return ruins
 
 
+_Piece = tuple[int, tuple[str, ...]]
+"""The index of a file, and the node that has it."""
+
+_Found = list[tuple[Header, list[_Piece]]]
+"""What there is of one shard; in most cases all files have one and the same header."""
+
+
+def _found(run: str, inventories: Iterable[Inventory]) -> dict[Generation, dict[int, _Found]]:
+    """Generation -> rank -> what there is of it, in the order of the nodes' names."""
+    # Most headers are the same objects: told apart by that, each is looked at once.
+    headers: dict[int, Header] = {}
+    pieces: dict[int, list[_Piece]] = defaultdict(list)
+    for inventory in sorted(inventories, key=attrgetter("node")):
+        node = (inventory.node,)
+        for files in (inventory.headers, inventory.disk):
+            keys = tuple(map(id, files.shards))
+            headers.update(zip(keys, files.shards, strict=True))
+            for key, piece in zip(keys, zip(files.indices, repeat(node)), strict=True):
+                pieces[key].append(piece)
+    found: dict[Generation, dict[int, _Found]] = defaultdict(lambda: defaultdict(list))
+    for key, header in headers.items():
+        if header.shard.run == run:
+            found[header.shard.generation][header.shard.rank].append((header, pieces[key]))
+    return found
+
+
 def _report(
-    generation: Generation,
-    ranks: Mapping[int, Mapping[str, list[Header]]],
-    abandoned: RollBack | None,
+    generation: Generation, ranks: Mapping[int, _Found], abandoned: RollBack | None
 ) -> GenerationReport:
-    sample = next(headers[0] for nodes in ranks.values() for headers in nodes.values())
-    shards = tuple(_shard(rank, ranks.get(rank, {})) for rank in range(sample.world_size))
+    sample = next(header for found in ranks.values() for header, _ in found)
+    shards = tuple([_shard(rank, ranks.get(rank, [])) for rank in range(sample.world_size)])
     states = {shard.state for shard in shards}
     state: Class = (
         "lost" if "lost" in states else "recoverable" if "recoverable" in states else "complete"
@@ -242,37 +263,55 @@ def _report(
     )
 
 
-def _shard(rank: int, nodes: Mapping[str, list[Header]]) -> ShardReport:
-    # Headers that disagree on the shard's shape never mix: the shape most files agree on wins.
-    shapes = [
-        (header.k, header.m, header.shard_bytes, header.block_bytes)
-        for headers in nodes.values()
-        for header in headers
-    ]
-    if not shapes:
+def _shard(rank: int, found: _Found) -> ShardReport:
+    if not found:
         return ShardReport(rank, "lost", -1, None, (), {})
-    shape = shapes[0]
-    if shapes.count(shape) != len(shapes):
-        counts = Counter(shapes)
-        shape = max(counts, key=lambda key: (counts[key], key))
-    homes: list[str] = []
-    fragments: dict[int, list[str]] = defaultdict(list)
-    chosen: Header | None = None
-    for node in sorted(nodes):
-        for header in nodes[node]:
-            if (header.k, header.m, header.shard_bytes, header.block_bytes) != shape:
-                continue
-            chosen = chosen or header
-            if header.index == HOME:
-                homes.append(node)
-            else:
-                fragments[header.index].append(node)
-    assert chosen is not None
-    margin = margin_of(chosen.k, homes, fragments)
-    whole = bool(homes) and len(fragments) == chosen.n
+    header, pieces = found[0] if len(found) == 1 else _agreed(found)
+    fragments = dict(sorted(pieces))
+    if len(fragments) < len(pieces):
+        fragments = _places(pieces)
+    homes = fragments.pop(HOME, ())
+    margin = margin_of(header.k, homes, fragments)
+    whole = homes and len(fragments) == header.n
     state: Class = "lost" if margin < 0 else "complete" if whole else "recoverable"
-    table = {index: tuple(at) for index, at in sorted(fragments.items())}
-    return ShardReport(rank, state, margin, chosen, tuple(homes), table)
+    return ShardReport(rank, state, margin, header, homes, fragments)
+
+
+def _places(pieces: Iterable[_Piece]) -> dict[int, tuple[str, ...]]:
+    """Index -> nodes, each once: what it has in memory and on disk is lost with it."""
+    nodes: dict[int, tuple[str, ...]] = {}
+    for index, node in sorted(set(pieces)):
+        nodes[index] = nodes.get(index, ()) + node
+    return nodes
+
+
+def _agreed(found: _Found) -> tuple[Header, list[_Piece]]:
+    """The header of a shard, and its files.
+
+    Headers that disagree on the shard's shape never mix: the shape most files agree on wins.
+    """
+    alike: _Found = []
+    for header, pieces in found:
+        same = next((others for known, others in alike if known == header), None)
+        if same is None:
+            alike.append((header, pieces[:]))
+        else:
+            same += pieces
+    if len(alike) == 1:
+        return alike[0]
+    files: Counter[_Shape] = Counter()
+    for header, pieces in alike:
+        files[_shape(header)] += len(set(pieces))
+    shape = max(files, key=lambda key: (files[key], key))
+    kept = [each for each in alike if _shape(each[0]) == shape]
+    return kept[0][0], [piece for _, pieces in kept for piece in pieces]
+
+
+_Shape = tuple[int, int, int, int]
+
+
+def _shape(header: Header) -> _Shape:
+    return header.k, header.m, header.shard_bytes, header.block_bytes
 
 
 def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
@@ -281,6 +320,11 @@ def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection
     All homes must go first. Then so many fragments that k - 1 are left, those with the fewest
     copies; a node takes along no more copies than it holds. Exact while no fragment has copies.
     """
+    holders = [node for at in fragments.values() for node in at]
+    if len(holders) == len(fragments) == len({*homes, *holders}) - len(homes) and all(
+        fragments.values()
+    ):  # as it mostly is, and quickly told: no copies, and no node with two pieces
+        return len(homes) + max(0, len(fragments) - k + 1) - 1
     lost = set(homes)
     left = [nodes for at in fragments.values() if (nodes := set(at) - lost)]
     copies = sorted(len(nodes) for nodes in left)

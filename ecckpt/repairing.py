@@ -16,7 +16,7 @@ from ecckpt import wire
 from ecckpt.client import AgentClient
 from ecckpt.errors import EcckptError, NothingToRestore, TooFewNodes
 from ecckpt.generation import Generation
-from ecckpt.ordering import Way, way_home
+from ecckpt.ordering import Way, as_told, way_home
 from ecckpt.placement import Code, Node, Placement, plan_placement
 from ecckpt.recovery import GenerationReport, Inventory, RecoveryPlan, ShardReport, plan_recovery
 
@@ -86,7 +86,7 @@ def repair_run(
         message = wire.Repair(
             header=way.header,
             writer=plan.newest_timeline,
-            sources=way.sources,
+            sources=as_told(way.sources),
             targets=way.repair,
             memory_bytes=memory_bytes,
             timeout_s=max(1.0, deadline_s - time.monotonic()),

@@ -202,6 +202,8 @@ class Restorer:
         def lead(payloads: list[bytes]) -> Sequence[bytes]:
             known = [int(payload) for payload in payloads]
             orders = self.leader.order(wanted, known=known, alike=alike)
+            if all(order is orders[0] for order in orders):  # and it may name all shards
+                return [wire.pack(orders[0])] * len(orders)
             return [wire.pack(order) for order in orders]
 
         tag = f"{self._tag}/{attempt}/order"

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.generation import Generation, ShardId
+from ecckpt.headers import Headers
 from ecckpt.recovery import Inventory
 
 settings.register_profile(
@@ -49,7 +50,14 @@ def table_of(header, seed=1):
 
 def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=()):
     return Inventory(
-        node, tuple(headers), tuple(disk), tuple(stored), committed, fence, tuple(roll_backs), {}
+        node,
+        Headers.of(headers),
+        Headers.of(disk),
+        tuple(stored),
+        committed,
+        fence,
+        tuple(roll_backs),
+        {},
     )
 
 

@@ -262,4 +262,4 @@ def test_runs_that_cannot_be_are_not_adopted(agent, tmp_path):
     assert "usable name" in later.inventory("test").rejected[f"disk/{path.name}"]
     with pytest.raises(InvalidConfig):
         later.store(wire.Store("../x", NEW, 0, ()))
-    assert again(agent).inventory("test").disk == ()
+    assert not again(agent).inventory("test").disk

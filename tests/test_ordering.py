@@ -68,7 +68,7 @@ def test_a_shard_comes_home_from_every_place_that_has_it():
     way = way_home(shard, "n0", PLACEMENT, ADDRESS)
     assert (way.local, way.header.index, way.header.home) == (False, HOME, "n0")
     home, first = ADDRESS[holders[4]], ADDRESS[holders[0]]
-    assert {each.index: each.addresses for each in way.sources} == {
+    assert way.sources == {
         0: (first, home),
         1: (home,),
         2: (home,),
@@ -77,6 +77,36 @@ def test_a_shard_comes_home_from_every_place_that_has_it():
     assert {each.index: each.node for each in way.repair} == {
         index: holders[index] for index in (1, 2, 4)
     }
+
+
+def test_a_node_that_has_a_shard_whole_and_a_fragment_of_it_is_one_source():
+    (shard,) = plan_recovery("test", [kept("n1", HOME, 0, 4), kept("n2", 0)]).chosen.shards
+    first, second = ADDRESS["n1"], ADDRESS["n2"]
+    assert way_home(shard, "n0", PLACEMENT, ADDRESS).sources == {
+        0: (first, second),
+        1: (first,),
+        2: (first,),
+        4: (first,),
+    }
+
+
+def test_what_has_no_regular_holder_left_goes_to_the_homes_own_group_first():
+    names = [f"n{at:02}" for at in range(14)]
+    nodes = [Node(name, name) for name in names]
+    placement = plan_placement(nodes, parse_code((3, 2), len(nodes)))
+    address = {name: f"{name}:1" for name in names}
+    assert [len(group) for group in placement.groups] == [7, 7]
+    home = placement.groups[1][2].id
+    holders, spare = placement.holders[home], placement.ring(home)[-1].id
+    # Fragment 0 is where 4 belongs.
+    pieces = [kept(holders[4], 0), *(kept(holders[at], at) for at in (1, 2, 3))]
+    (shard,) = plan_recovery("test", pieces).chosen.shards
+    (target,) = way_home(shard, home, placement, address).repair
+    assert (target.index, target.node) == (4, holders[0])
+    pieces.append(kept(holders[0], 1))
+    (shard,) = plan_recovery("test", pieces).chosen.shards
+    (target,) = way_home(shard, home, placement, address).repair
+    assert (target.index, target.node) == (4, spare)
 
 
 def test_a_home_copy_at_home_is_local():

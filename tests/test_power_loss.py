@@ -85,7 +85,7 @@ def test_everything_comes_back_after_a_loss_of_power(cluster: LocalCluster) -> N
     cluster.cut_power()
     cluster.start()
     for inventory in inventories(cluster):
-        assert inventory.headers == ()
+        assert not inventory.headers
         assert inventory.stored == (old, new)
     assert restored_step(cluster) == (6, "peers")
     assert restored_step(cluster) == (6, "home")  # it is in memory again

@@ -13,6 +13,7 @@ from ecckpt.agent import app, daemon, metrics
 from ecckpt.agent.app import Application
 from ecckpt.fragment import Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.headers import Headers
 from ecckpt.lineage import RollBack
 from ecckpt.recovery import Inventory
 
@@ -26,7 +27,7 @@ def messages():
     """Return the fields of everything that travels, by class name."""
     found = {
         kind.__name__: [field.name for field in fields(kind)]
-        for kind in (*vars(wire).values(), ShardId, RollBack, Inventory)
+        for kind in (*vars(wire).values(), ShardId, RollBack, Headers, Inventory)
         if isinstance(kind, type) and is_dataclass(kind) and kind not in (Header, Generation)
     }
     # A header travels flat.

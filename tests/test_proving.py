@@ -19,7 +19,7 @@ from ecckpt.errors import CorruptFragment, Fenced
 from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
 from ecckpt.generation import Generation
 from ecckpt.leading import Leader
-from ecckpt.ordering import way_home
+from ecckpt.ordering import as_told, way_home
 from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.proving import ProofAhead, Prover
 from ecckpt.recovery import plan_recovery
@@ -115,7 +115,7 @@ def _fetch(cluster: LocalCluster, header: Header) -> wire.Slot:
     placement = plan_placement(nodes, parse_code((3, 2), len(nodes)))
     way = way_home(shard, "n0", placement, address)
     assert way.header == header
-    return cluster.client("n0").fetch(wire.Fetch(header, 1, way.sources, 0, 30.0)).slot
+    return cluster.client("n0").fetch(wire.Fetch(header, 1, as_told(way.sources), 0, 30.0)).slot
 
 
 def test_what_is_ordered_was_proven_while_rank_0_chose(

@@ -16,6 +16,7 @@ from ecckpt.agent.actions import Recycle, Taking
 from ecckpt.blocks import Flags
 from ecckpt.counting import Count, Tell
 from ecckpt.generation import Generation
+from ecckpt.headers import Headers
 from ecckpt.recovery import RecoveryPlan
 from ecckpt.retention import Keep
 from ecckpt.sim import launching, leading, platter, pulling, restoring, saving
@@ -276,7 +277,9 @@ def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_recovery = leading.plan_recovery
 
     def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
-        return plan_recovery(run, [replace(each, disk=()) for each in inventories], **fields)
+        return plan_recovery(
+            run, [replace(each, disk=Headers.of(())) for each in inventories], **fields
+        )
 
     monkeypatch.setattr(leading, "plan_recovery", plan)
 

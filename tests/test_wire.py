@@ -9,14 +9,15 @@ from types import UnionType
 
 import msgpack
 import pytest
-from builders import generations, headers
+from builders import generations, header, headers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecckpt import wire
 from ecckpt.errors import InvalidMessage
-from ecckpt.fragment import Header
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.headers import Headers
 from ecckpt.lineage import RollBack
 from ecckpt.recovery import Inventory
 
@@ -28,6 +29,7 @@ SCALARS = {
     bytes: st.binary(max_size=20),
     Generation: generations,
     Header: headers(),
+    Headers: st.lists(headers(), max_size=3).map(Headers.of),
 }
 # A value of the wrong type for each annotation; composed ones are told apart by what they hold.
 WRONG = {
@@ -57,6 +59,8 @@ def values(hint):
 
 
 def messages(kind):
+    if kind in SCALARS:  # by itself as well
+        return SCALARS[kind]
     hints = typing.get_type_hints(kind)
     return st.builds(kind, **{name: values(hint) for name, hint in hints.items()})
 
@@ -66,7 +70,7 @@ def plain(message):
 
 
 KINDS = [kind for kind in vars(wire).values() if is_dataclass(kind)]
-KINDS += [ShardId, RollBack, Inventory]
+KINDS += [ShardId, RollBack, Inventory, Headers]
 FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 every_field = pytest.mark.parametrize(
@@ -152,6 +156,60 @@ def test_numbers_of_a_header_are_checked_in_messages_too():
     body = body | {"header": body["header"] | {"k": 300}}
     with pytest.raises(InvalidMessage, match=r"Hold\.header: header contradicts itself: k=300"):
         wire.unpack(wire.Hold, msgpack.packb(body))
+
+
+# -- headers in columns ----------------------------------------------------------------------------
+
+
+def columns(*files, **changed):
+    """Packed ``Headers`` of these files, and what they are once something is changed in that."""
+    body = plain(Headers.of(files))
+    return msgpack.packb(body | changed)
+
+
+def packed(**changed):
+    return msgpack.packb(header().to_wire() | changed)
+
+
+def test_files_of_a_shard_share_what_they_have_in_common():
+    bodies = [columns(header(HOME), header(2, rank=1)), columns(header(3), header(0, rank=2))]
+    first, second = (wire.unpack(Headers, body) for body in bodies)
+    assert [each.index for each in (*first, *second)] == [HOME, 2, 3, 0]
+    assert first.shards[0] is second.shards[0]
+    assert list(second) == [header(3), header(0, rank=2)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"indices": [0, 1]}, "1 shards, 2 indices"),
+        ({"indices": []}, "1 shards, 0 indices"),
+        ({"indices": [5]}, "indices: no such fragment"),
+        ({"indices": [-2]}, "indices: no such fragment"),
+        ({"indices": [True]}, "indices: bool where int belongs"),
+        ({"shards": [header().to_wire()]}, "shards: dict where bytes belongs"),
+        ({"shards": [packed(index=0)]}, "shards: header with index 0 where -1 belongs"),
+        ({"shards": [packed(k=300)]}, "shards: one of them: .* contradicts itself: k=300"),
+        ({"shards": [packed(rank=8)]}, "shards: one of them: .* contradicts itself: rank 8 of 8"),
+        ({"shards": [packed(generation="1")]}, "shards: one of them: .* is no generation"),
+        ({"shards": [packed(parent=7)]}, "shards: one of them: .* cannot be read"),
+        ({"shards": [packed(world_size="8")]}, "shards: one of them: .*world_size is str"),
+        ({"shards": [packed()[:-1]]}, "shards: header is not msgpack"),
+        ({"shards": [packed() + b"\0"]}, "shards: header is not msgpack"),
+        ({"shards": [b""]}, "shards: header is not msgpack"),
+        ({"shards": [b"\x91" * 4000 + b"\xc0"]}, "shards: header is not msgpack"),
+        ({"shards": [packed(more="x" * SUPERBLOCK_BYTES)]}, "shards: header of 4... bytes"),
+    ],
+)
+def test_columns_that_are_no_headers_are_refused(changed, why):
+    for _ in range(2):  # nothing of the first time is kept
+        with pytest.raises(InvalidMessage, match=rf"Headers[:.] ?{why}"):
+            wire.unpack(Headers, columns(header(3), **changed))
+
+
+def test_a_packed_header_may_have_further_fields_too():
+    body = columns(header(3), shards=[packed(later="x" * 3000)])
+    assert wire.unpack(Headers, body) == Headers.of([header(3)])
 
 
 # -- what is read without the type -----------------------------------------------------------------

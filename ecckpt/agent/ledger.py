@@ -18,6 +18,7 @@ from ecckpt import wire
 from ecckpt.errors import Fenced
 from ecckpt.fragment import HOME, Header
 from ecckpt.generation import Generation, ShardId
+from ecckpt.headers import Headers
 from ecckpt.lineage import RollBack, abandoned_by, in_force
 from ecckpt.recovery import Inventory
 
@@ -192,8 +193,8 @@ class Ledger:
         """Everything sealed, as recovery sees it."""
         return Inventory(
             node,
-            tuple(entry.header for entry in self._sealed()),
-            tuple(file.header for file in self.files.values()),
+            Headers.of(entry.header for entry in self._sealed()),
+            Headers.of(file.header for file in self.files.values()),
             self.stored,
             self.committed,
             self.fence,

@@ -278,7 +278,7 @@ class Agent:
 
     def _run_status(self, run: str) -> dict[str, Any]:
         inventory = self.inventory(run)
-        homes = [header for header in inventory.headers if header.index == HOME]
+        homes = inventory.headers.indices.count(HOME)
         with self._changed:
             storing = self.core.storekeeper.stored(run)
             watched = self.core.guardian.watched(run)
@@ -287,9 +287,11 @@ class Agent:
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
-            "home_copies": len(homes),
-            "fragments": len(inventory.headers) - len(homes),
-            "generations": sorted({str(header.shard.generation) for header in inventory.headers}),
+            "home_copies": homes,
+            "fragments": len(inventory.headers) - homes,
+            "generations": sorted(
+                {str(header.shard.generation) for header in inventory.headers.shards}
+            ),
             "guard": _guard_status(watched) if watched else None,
             "used_bytes": self.shelf.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],

@@ -89,6 +89,7 @@ def _print_disk(facts: dict[str, Any]) -> None:
 
 def _plan_restore(arguments: argparse.Namespace) -> int:
     from ecckpt.client import AgentClient
+    from ecckpt.headers import Headers
     from ecckpt.recovery import plan_recovery
 
     token = read_token(arguments.token_file)
@@ -102,7 +103,7 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
             print(f"no answer: {error}", file=sys.stderr)
     left = [each for each in inventories if each.node not in arguments.without]
     if arguments.without_memory:
-        left = [replace(each, headers=()) for each in left]
+        left = [replace(each, headers=Headers.of(())) for each in left]
     plan = plan_recovery(arguments.run, left)
     chosen = plan.chosen
     if arguments.json:

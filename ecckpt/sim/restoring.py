@@ -19,7 +19,7 @@ from ecckpt.errors import (
     TmpfsFull,
 )
 from ecckpt.fragment import SUPERBLOCK_BYTES, Header
-from ecckpt.ordering import Order, Outcome, ShardSources
+from ecckpt.ordering import Order, Outcome, ShardSources, as_told
 from ecckpt.reading import Peers
 from ecckpt.sim.leading import Leader
 from ecckpt.sim.network import answering
@@ -102,8 +102,7 @@ class Restorer:
                 return [Part(header.shard, 0, (yield from self._through_agent(order)))]
             except AgentUnreachable:
                 continue
-        fragments = {each.index: each.addresses for each in order.sources}
-        data = yield from self._read(order, ShardSources(header, (), fragments))
+        data = yield from self._read(order, ShardSources(header, (), order.sources))
         return [Part(header.shard, 0, data)]
 
     def _through_agent(self, order: Order) -> Steps:
@@ -117,7 +116,7 @@ class Restorer:
         fetch = wire.Fetch(
             header,
             order.timeline,
-            order.sources,
+            as_told(order.sources),
             rules.budget_bytes,
             0.8 * rules.restore_timeout_s,
         )

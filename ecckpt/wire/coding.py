@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import collections.abc
-import functools
 import math
+import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache, lru_cache
 from typing import Any, TypeVar, get_args, get_origin
 
 import msgpack
 
 from ecckpt.errors import CorruptFragment, InvalidMessage
-from ecckpt.fragment import Header
+from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.generation import Generation
+from ecckpt.headers import Headers
 
 PROTOCOL_VERSION = 6
 REQUEST_LIMIT_BYTES = 8 << 20
@@ -44,7 +46,7 @@ def version_of(body: bytes) -> int:
 
 def pack(message: Any) -> bytes:
     """The bytes of a message (any dataclass of this package)."""
-    return typing.cast(bytes, msgpack.packb(_plain(message)))
+    return typing.cast(bytes, msgpack.packb(message, default=_plain))
 
 
 def unpack(kind: type[T], body: bytes) -> T:
@@ -59,17 +61,39 @@ def unpack(kind: type[T], body: bytes) -> T:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Header):
-        return value.to_wire()
-    if isinstance(value, Generation):
-        return str(value)
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    """What msgpack does not know, made of what it does."""
+    kind: Any = type(value)
+    write = _WRITERS.get(kind)
+    if write is not None:
+        return write(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+        return dict(value)
+    return {name: getattr(value, name) for name in _names(kind)}
+
+
+def _plain_headers(files: Headers) -> dict[str, Any]:
+    packer = msgpack.Packer()
+    return {
+        "shards": [packer.pack(header.to_wire()) for header in files.shards],
+        "indices": files.indices,
+    }
+
+
+_WRITERS: dict[type, Callable[[Any], Any]] = {
+    Header: Header.to_wire,
+    Generation: str,
+    Headers: _plain_headers,
+}
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+@cache  # to find them out takes ten times as long as all else that is done here
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
@@ -106,6 +130,43 @@ def _header(kind: Any, value: Any, where: str) -> Header:
         raise InvalidMessage(str(error)) from error
 
 
+def _headers(kind: Any, value: Any, where: str) -> Headers:
+    plain = _fields(Headers, value, where)
+    bodies = _expect(list, plain["shards"], f"{where}.shards")
+    indices = _expect(list, plain["indices"], f"{where}.indices")
+    for name, column, item in (("shards", bodies, bytes), ("indices", indices, int)):
+        for odd in set(map(type, column)) - {item}:
+            raise InvalidMessage(f"{where}.{name}: {odd.__name__} where {item.__name__} belongs")
+    try:
+        shards = tuple(map(_packed_header, bodies))
+    except (CorruptFragment, InvalidMessage) as error:
+        raise InvalidMessage(f"{where}.shards: {error}") from error
+    if len(shards) != len(indices):
+        raise InvalidMessage(f"{where}: {len(shards)} shards, {len(indices)} indices")
+    beyond = any(map(operator.ge, indices, map(_N, shards)))
+    if beyond or min(indices, default=HOME) < HOME:
+        raise InvalidMessage(f"{where}.indices: no such fragment of a shard")
+    return Headers(shards, tuple(indices))
+
+
+_N = operator.attrgetter("n")
+
+
+# Nodes tell the same of a shard, whose header is read once: that of 8 generations of 16,384 ranks.
+@lru_cache(maxsize=1 << 17)
+def _packed_header(body: bytes) -> Header:
+    if len(body) > SUPERBLOCK_BYTES:
+        raise InvalidMessage(f"header of {len(body)} bytes, limit {SUPERBLOCK_BYTES}")
+    try:
+        fields = msgpack.unpackb(body)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidMessage(f"header is not msgpack: {error}") from error
+    header = Header.from_wire(fields, "one of them")
+    if header.index != HOME:
+        raise InvalidMessage(f"header with index {header.index} where {HOME} belongs")
+    return header
+
+
 def _generation(kind: Any, value: Any, where: str) -> Generation:
     return Generation.parse(_expect(str, value, where))
 
@@ -130,6 +191,7 @@ def _optional(kind: Any, value: Any, where: str) -> Any:
 
 _READERS: dict[Any, Any] = {
     Header: _header,
+    Headers: _headers,
     Generation: _generation,
     tuple: _list,
     collections.abc.Mapping: _map,
@@ -138,16 +200,20 @@ _READERS: dict[Any, Any] = {
 
 
 def _message(kind: Any, value: Any, where: str) -> Any:
-    value = _expect(dict, value, where)
-    hints = _hints_of(kind)
-    if value.keys() != hints.keys():
-        odd = sorted(str(name)[:80] for name in value.keys() ^ hints.keys())
-        raise InvalidMessage(f"{where}: missing or unknown fields: {', '.join(odd[:8])}")
+    plain = _fields(kind, value, where)
     return kind(
-        **{name: _typed(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
+        **{
+            name: _typed(hint, plain[name], f"{where}.{name}")
+            for name, hint in _hints(kind).items()
+        }
     )
 
 
-@functools.cache  # to find them out takes ten times as long as all else that is done here
-def _hints_of(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _fields(kind: Any, value: Any, where: str) -> dict[str, Any]:
+    """``value``, a map with the fields of a message and no others."""
+    plain: dict[str, Any] = _expect(dict, value, where)
+    names = _hints(kind).keys()
+    if plain.keys() != names:
+        odd = sorted(str(name)[:80] for name in plain.keys() ^ names)
+        raise InvalidMessage(f"{where}: missing or unknown fields: {', '.join(odd[:8])}")
+    return plain
