@@ -17,7 +17,7 @@ class Choices:
         self._recorded: dict[str, tuple[RollBack, ...]] = {}
 
     def made(self, timeline: int, target: Generation) -> None:
-        """A timeline began there, on purpose."""
+        """A timeline goes on from there, on purpose."""
         self._made.append(RollBack(timeline, target))
 
     def noted(self, node: str, roll_backs: tuple[RollBack, ...]) -> None:

@@ -68,7 +68,7 @@ class Leader:
                 session.truth.refused(generation, self._answering, verdict.failed)
             if verdict.go:
                 named = session.wanted.named
-                session.truth.decides(generation)
+                session.truth.decides(self._timeline, generation, on_purpose=named)
                 if named:
                     went_back = RollBack(self._timeline, generation)
                     self.roll_backs = in_force((*self.roll_backs, went_back))

@@ -311,9 +311,15 @@ class Truth:
                 raise Violation("bytes", text)
             self.counts.reshaped += self._ranks[generation] != start.ranks
 
-    def decides(self, generation: Generation) -> None:
-        """All ranks can have it, and agents are about to hear that they go on from it."""
+    def decides(self, timeline: int, generation: Generation, *, on_purpose: bool) -> None:
+        """All ranks can have it, and agents are about to hear that they go on from it.
+
+        ``on_purpose``: somebody named it. Whoever hears so holds to it, even if this start ends
+        before all have heard.
+        """
         self._decided = generation
+        if on_purpose:
+            self._choices.made(timeline, generation)
 
     def begins(
         self, timeline: int, generation: Generation | None, *, on_purpose: bool = False
@@ -324,9 +330,7 @@ class Truth:
         # An equal one begins where all who answer have lost their memory, and the others are away.
         self._timeline, self._begun_at = timeline, generation
         self._decided = generation
-        if on_purpose and generation is not None:
-            self._choices.made(timeline, generation)
-            self.counts.roll_backs += 1
+        self.counts.roll_backs += on_purpose
         self.safe = generation
         self.counts.restores += 1
         for shard in [each for each in self._owed if each.generation == generation]:
