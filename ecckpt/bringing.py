@@ -9,6 +9,7 @@ another number of ranks saved, or DTensors are cut in another way here, a new sh
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -148,6 +149,10 @@ class Bringer:
         )
 
     def _prove_ahead(self, shard: ShardId, agent: AgentClient) -> None:
+        # Where the address space has a limit, the round's threads may need what is left: one that
+        # finds no memory for its first step would be waited for without an end.
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            return
         try:
             self._ahead = ProofAhead(self._prover, agent, shard)
         except RuntimeError as error:  # no thread can be started: it is proven when it is ordered

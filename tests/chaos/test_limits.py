@@ -32,6 +32,7 @@ from ecckpt.generation import Generation, ShardId
 from ecckpt.testing import LocalCluster
 
 ELEMENTS = 300_000  # 1.2 MB a rank
+ROOM_BYTES = 16 << 30
 
 
 @pytest.fixture
@@ -152,6 +153,9 @@ def test_a_rank_that_may_map_no_more_memory(
             cluster6.wait("n0")
         monkeypatch.setattr(AgentClient, before, ask)
         try:
+            # Where there is a limit, nothing is mapped while other threads are being started.
+            most_bytes = _mapped_bytes(os.getpid()) + ROOM_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most_bytes, free[1]))
             with pytest.raises(NoRoomToRestore, match=r"rank 0: .*maps no [0-9,]+ bytes more"):
                 world.restore(blank)
         finally:
