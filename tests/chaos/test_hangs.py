@@ -125,7 +125,7 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
         with _Slow(address[held[1]]) as slow:
             sources = [wire.Sources(index, (address[held[index]],)) for index in sorted(held)]
             sources[1] = wire.Sources(1, (slow.address,))
-            header = replace(headers["n5"][0].at(HOME), home="n5")
+            header = replace(next(iter(headers["n5"])).at(HOME), home="n5")
             fetched = cluster.client("n5").fetch(wire.Fetch(header, 1, tuple(sources), 0, 20.0))
         with Path(fetched.slot.path).open("rb") as file:
             file.seek(fetched.slot.payload_offset)
@@ -152,7 +152,7 @@ def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
                 wire.Sources(1, (one.address,)),
                 wire.Sources(2, (other.address,)),
             )
-            header = replace(headers["n5"][0].at(HOME), home="n5")
+            header = replace(next(iter(headers["n5"])).at(HOME), home="n5")
             fetched = cluster.client("n5").fetch(wire.Fetch(header, 1, tuple(sources), 0, 20.0))
         assert not any("left behind" in problem for problem in fetched.problems)
         assert fetched.rebuilt_fragments == 1
