@@ -167,17 +167,23 @@ def test_spare_regions_of_any_run_go_before_a_tmpfs_is_called_full(small_root):
     assert [tier.used_bytes(run) for run in ("a", "b", "test")] == [0, 0, 12 * MIB]
 
 
+def mapped_bytes():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmSize:\s+(\d+)", status)[1]) << 10
+
+
 def test_what_cannot_be_mapped_is_an_error_with_both_numbers_once_spare_regions_are_gone(
     tier, root
 ):
+    gc.collect()  # what earlier tests have left shall not become free in between
     tier.recycle("a", take(tier, 32 * MIB, run="a"))
     kept = take(tier, MIB)
     free = resource.getrlimit(resource.RLIMIT_AS)
-    status = Path("/proc/self/status").read_text()
-    limit_bytes = int(re.search(r"VmSize:\s+(\d+)", status)[1]) << 10
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, free[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes(), free[1]))
     try:
         fits = take(tier, 24 * MIB)
+        limit_bytes = mapped_bytes()
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, free[1]))
         with pytest.raises(NotMapped, match="ulimit -v") as caught:
             take(tier, 32 * MIB)
     finally:
