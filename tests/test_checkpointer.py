@@ -138,7 +138,7 @@ def test_a_roll_back_holds_until_something_newer_is_asked_for_by_name(
             "ecckpt.saving.see_through",
             lambda shard, ranks, counted: see_through(shard, ranks, counted=False),
         )
-        assert world.checkpointers[0].save(9, new).wait(30)
+        assert world.checkpointers[0].save(9, new, patience_s=30).wait(30)
     monkeypatch.undo()
 
     def restart(**wanted: Any) -> tuple[int, dict[str, str]]:

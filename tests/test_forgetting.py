@@ -1,6 +1,7 @@
 """Dropping a run: nothing of it is left, nobody writes it, and its name is as good as new."""
 
 import json
+import time
 
 import pytest
 from worlds import World, states_for
@@ -73,6 +74,9 @@ def test_what_is_on_disk_goes_as_well(tmp_path, capsys):
         status, found = forget(cluster, capsys, "--yes")
         assert status == 0
         assert sum(each["disk_bytes"] for each in found["nodes"]) > 0
+        deadline_s = time.monotonic() + 20
+        while stored(tmp_path) and time.monotonic() < deadline_s:  # disks are behind the answer
+            time.sleep(0.05)
         cluster.stop()
         assert not stored(tmp_path)
         cluster.start()
