@@ -450,7 +450,10 @@ def test_each_use_of_a_region_has_a_number_of_its_own(root, tier):
         tier.recycle("test", first)
         assert take(tier, MIB) is first
         uses.append(first.use)
+    tier.recycle("test", first)
+    assert tier.take_spare("test", MIB) is first
+    uses.append(first.use)
     after_a_kill = MemoryTier(root, node="n1").adopt("test", first.path)
     assert after_a_kill.name == first.name
     uses.append(after_a_kill.use)
-    assert len(set(uses)) == 5
+    assert len(set(uses)) == 6

@@ -94,7 +94,10 @@ class MemoryTier:
     def take_spare(self, run: str, size_bytes: int) -> Region | None:
         """As ``allocate``, but only a region that is spare; None if none fits."""
         with self._lock:
-            return self._accounts.take(run, whole_pages(size_bytes))
+            region = self._accounts.take(run, whole_pages(size_bytes))
+            if region is not None:
+                region.use = next(self._uses)
+            return region
 
     def recycle(self, run: str, region: Region) -> None:
         """Give a region up for the next taker. Nobody may write to it any more."""
