@@ -1,10 +1,11 @@
 """How saves and restores grow with nodes, ranks, bytes and tensors: ``python -m bench.growth``.
 
 Ranks are threads of one process that meet over a real store, at home on one real agent each,
-RS(2, 1), RS(8, 2) where there are nodes for it, and a whole copy where there is one other. Of each size the medians over a few saves of the
-slowest rank, each committed before the next; of restores of new Checkpointers on the same nodes;
-and of restores after one rank's node was lost and replaced. All share two CPUs, so times grow with
-whatever is done at all; CPU seconds per rank tell whether each rank's own work does.
+RS(2, 1), RS(8, 2) where there are nodes for it, and a whole copy where there is one other node. Of
+each size the medians over a few saves of the slowest rank, each committed before the next; of
+restores of new Checkpointers on the same nodes; and of restores after one rank's node was lost and
+replaced. All share two CPUs, so times grow with whatever is done at all; CPU seconds per rank tell
+whether each rank's own work does.
 """
 
 from __future__ import annotations
