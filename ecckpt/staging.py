@@ -8,7 +8,9 @@ is for them to find out: then one of them commits.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from ecckpt import wire
 from ecckpt.agents import find_or_start
@@ -22,6 +24,7 @@ from ecckpt.state import ShardPlan
 from ecckpt.telling import tell_committed
 
 _WATCH_S = 1.0
+_AT_A_TIME = 32  # agents that are asked or told
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,15 @@ class Ticket:
     def commit(self) -> None:
         """Tell all agents that every shard is protected. Raises unless this node's has taken it."""
         self.agent.commit(self.shard.run, self.shard.generation)
-        for peer in self.peers:
-            tell_committed(peer, self.shard)
+        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tell") as telling:
+            list(telling.map(tell_committed, self.peers, repeat(self.shard)))
 
     def is_committed(self) -> bool:
         """Whether some agent knows this generation, or a newer one, as committed."""
-        return any(_knows(agent, self.shard) for agent in (self.agent, *self.peers))
+        if _knows(self.agent, self.shard):
+            return True
+        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="ask") as asking:
+            return any(asking.map(_knows, self.peers, repeat(self.shard)))
 
     def revive_agent(self) -> None:
         """Start this node's agent again, as the node it was, at the address its peers know."""
