@@ -286,7 +286,7 @@ class Checkpointer:
         (see ``Restored.reseeded``), and anything else that differed between ranks is a
         ``StateMismatch``. Nodes without ranks must be named in ``agents=`` to be read from.
 
-        With ``assign`` tensors of a page or more are not copied where that is possible: they stay
+        With ``assign`` tensors of 256 KiB or more are not copied where that is possible: they stay
         the same objects, and lie in this node's copy of the shard from then on, as private memory
         of this process. For inference, evaluation and frozen weights: each page that is written to
         for the first time costs a fault and a copy of its own, which is slower than having copied

@@ -24,6 +24,7 @@ from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.proving import ProofAhead, Prover
 from ecckpt.recovery import plan_recovery
 from ecckpt.slots import Slots
+from ecckpt.state import assigning
 from ecckpt.testing import LocalCluster
 from ecckpt.tracing import Tracer
 
@@ -67,6 +68,7 @@ def _between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list
         return order(leader, *arguments, **options)
 
     monkeypatch.setattr(bringing, "ProofAhead", Watched)
+    monkeypatch.setattr(assigning, "_LEAST_BYTES", 1)
     monkeypatch.setattr(Leader, "order", late)
     return begun
 

@@ -17,7 +17,8 @@ from trees import same
 from ecckpt.errors import StateMismatch
 from ecckpt.state import check, plan_shard, read_shard
 
-SIZE = 2048  # float32: two pages
+SIZE = 1 << 16  # float32: as little as is assigned
+WIDTH = 256
 
 
 def packed(state):
@@ -50,8 +51,8 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(64, 64, bias=False)
-        self.second = nn.Linear(64, 64)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
         self.register_buffer("seen", torch.zeros(SIZE))
 
@@ -65,7 +66,7 @@ def trained(seed=1):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        net(torch.randn(4, 64)).square().sum().backward()
+        net(torch.randn(4, WIDTH)).square().sum().backward()
         optimizer.step()
     return {"model": net, "optim": optimizer}
 
@@ -92,8 +93,10 @@ def test_tensors_in_containers_stay_the_objects_that_they_are():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2fnuz, torch.complex128])
 def test_any_dtype(dtype):
-    live = {"odd": torch.zeros(3, dtype=torch.uint8), "w": torch.zeros(8192, dtype=dtype)}
-    assigned_bytes, _ = assign(live, {"odd": ones(3, dtype=torch.uint8), "w": ones(8192).to(dtype)})
+    live = {"odd": torch.zeros(3, dtype=torch.uint8), "w": torch.zeros(1 << 18, dtype=dtype)}
+    assigned_bytes, _ = assign(
+        live, {"odd": ones(3, dtype=torch.uint8), "w": ones(1 << 18).to(dtype)}
+    )
     assert assigned_bytes == live["w"].nbytes
     assert live["w"].to(torch.complex128).eq(1).all()
 
@@ -104,8 +107,8 @@ def test_a_training_goes_on_as_if_it_had_been_copied():
     buffer = packed(saved)
     assigned_bytes = check(live, read_shard(buffer), assign=True)()
     check(copied, read_shard(packed(saved)))()
-    weights = 4 * (64 * 64 + SIZE)
-    assert assigned_bytes == weights + 2 * 4 * 64 * 64  # and both moments of the one weight
+    weights = 4 * (WIDTH * WIDTH + SIZE)
+    assert assigned_bytes == weights + 2 * 4 * WIDTH * WIDTH  # and both moments of the one weight
     assert same(contents(live), contents(saved))
     assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
     assert net.second.weight is net.first.weight
@@ -114,7 +117,7 @@ def test_a_training_goes_on_as_if_it_had_been_copied():
         torch.manual_seed(9)
         for _ in range(3):
             state["optim"].zero_grad()
-            state["model"](torch.randn(4, 64)).square().sum().backward()
+            state["model"](torch.randn(4, WIDTH)).square().sum().backward()
             state["optim"].step()
     assert same(contents(live), contents(saved))
     assert same(contents(copied), contents(saved))
@@ -124,16 +127,19 @@ def test_a_training_goes_on_as_if_it_had_been_copied():
 def test_state_that_an_optimizer_casts_back_and_forth():
     def made(seed):
         torch.manual_seed(seed)
-        weight = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
+        weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, dtype=torch.bfloat16))
         optimizer = torch.optim.Adam([weight])
-        moments = {"exp_avg": torch.randn(64, 64), "exp_avg_sq": torch.rand(64, 64)}
+        moments = {
+            "exp_avg": torch.randn(2 * WIDTH, WIDTH),
+            "exp_avg_sq": torch.rand(2 * WIDTH, WIDTH),
+        }
         optimizer.state[weight] = {"step": torch.tensor(3.0), **moments}
         return {"w": weight, "optim": optimizer}
 
     saved, live = made(1), made(2)
     assigned_bytes, _ = assign(live, saved)
     assert same(live["optim"].state_dict(), saved["optim"].state_dict())
-    assert assigned_bytes == 64 * 64 * (2 + 4 + 4)
+    assert assigned_bytes == 2 * WIDTH * WIDTH * (2 + 4 + 4)
 
 
 def test_memory_goes_with_the_last_tensor():
@@ -230,7 +236,7 @@ def test_a_state_dict_of_a_model_restores_the_model():
     assigned_bytes, _ = assign(
         state, {"model": saved["model"].state_dict(), "optim": saved["optim"]}
     )
-    assert assigned_bytes == 2 * 4 * 64 * 64  # the optimizer's
+    assert assigned_bytes == 2 * 4 * WIDTH * WIDTH  # the optimizer's
     assert same(contents(live), contents(saved))
 
 
@@ -239,7 +245,7 @@ def test_parameters_in_a_dict_are_assigned_to_the_model():
     assigned_bytes, _ = assign(
         {"w": dict(live.named_parameters())}, {"w": dict(saved.named_parameters())}
     )
-    assert assigned_bytes == 4 * 64 * 64
+    assert assigned_bytes == 4 * WIDTH * WIDTH
     assert torch.equal(live.first.weight, saved.first.weight)
     assert live.second.weight is live.first.weight
 
@@ -262,10 +268,10 @@ def test_tensors_that_are_tied_here_by_their_memory_only():
 
 
 def test_other_strides_and_small_tensors():
-    live = {"t": torch.zeros(64, 64).T, "small": torch.zeros(1023)}
-    saved = {"t": torch.randn(64, 64), "small": ones(1023)}
+    live = {"t": torch.zeros(WIDTH, WIDTH).T, "small": torch.zeros(SIZE - 1)}
+    saved = {"t": torch.randn(WIDTH, WIDTH), "small": ones(SIZE - 1)}
     assert assign(live, saved)[0] == 0
-    assert live["t"].stride() == (1, 64)
+    assert live["t"].stride() == (1, WIDTH)
     assert all(torch.equal(live[name], saved[name]) for name in saved)
 
 
@@ -306,7 +312,7 @@ def test_a_module_with_extra_state_loads_by_itself():
         def set_extra_state(self, state):
             self.calls = state["calls"]
 
-    saved, live = Extra(64, 64), Extra(64, 64)
+    saved, live = Extra(WIDTH, WIDTH), Extra(WIDTH, WIDTH)
     assert assign({"model": live}, {"model": saved})[0] == 0
     assert torch.equal(live.weight, saved.weight)
     assert live.calls == 1
@@ -341,5 +347,5 @@ def test_nothing_changes_where_something_does_not_fit():
 def test_an_ordered_dict_with_a_module_of_another_name():
     saved = {"m": OrderedDict(net=trained(1)["model"])}
     live = {"m": OrderedDict(net=trained(2)["model"])}
-    assert assign(live, saved)[0] == 4 * (64 * 64 + SIZE)
+    assert assign(live, saved)[0] == 4 * (WIDTH * WIDTH + SIZE)
     assert same(dict(live["m"]["net"].state_dict()), dict(saved["m"]["net"].state_dict()))

@@ -7,7 +7,6 @@ or DLPack, would go on seeing the old one. Such tensors are left to be copied in
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from functools import cache
 
@@ -15,6 +14,9 @@ import torch
 
 from ecckpt.copying import address_of, byte_view
 from ecckpt.state.stored import StoredTensor
+
+# Copying what is smaller takes no longer. And each tensor that is here keeps all of a shard there.
+_LEAST_BYTES = 256 << 10
 
 # The memory of all tensors made here that are still there, by its address.
 _made: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()
@@ -49,13 +51,10 @@ class Assigner:
         return True
 
     def _can_be(self, stored: StoredTensor) -> bool:
-        """Less than a page is not worth it, and what tied tensors share becomes one of them only.
-
-        Others that lay there as well would change with it, as they would not if they were copied.
-        """
+        """Of tied tensors only one: the others would change with it, unlike copies."""
         begin, size_bytes = stored.address - self._begin, stored.form.size_bytes
         return (
-            size_bytes >= mmap.PAGESIZE
+            size_bytes >= _LEAST_BYTES
             and stored.sharding is None
             and 0 <= begin <= len(self._memory) - size_bytes
             and stored.address % stored.dtype.itemsize == 0
