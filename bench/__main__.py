@@ -26,6 +26,8 @@ RUNS = (
     ("state", ("bench.state",), ("bench.state", "--mib", "64", "--rounds", "3")),
     ("state, 20,000 tensors", ("bench.state", "--tensors", "20000", "--rounds", "3"), ()),
     ("recovery", ("bench.recovery",), ("bench.recovery", "--rounds", "2", "--mib", "64")),
+    ("recovery, 64 MiB", ("bench.recovery", "--mib", "64"), ()),
+    ("recovery, 1 GiB", ("bench.recovery", "--mib", "1024", "--rounds", "3"), ()),
     ("recovery, zfec", ("bench.recovery", "--engine", "zfec", "--rounds", "3"), ()),
     ("copies", ("bench.copies",), ()),
     ("costs", ("bench.costs",), ("bench.costs", "--quick")),

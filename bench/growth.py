@@ -1,10 +1,11 @@
 """How saves and restores grow with nodes, ranks, bytes and tensors: ``python -m bench.growth``.
 
 Ranks are threads of one process that meet over a real store, at home on one real agent each,
-RS(2, 1), or RS(8, 2) where there are nodes for it. Of each size the medians over a few saves of the
-slowest rank, each committed before the next; of restores of new Checkpointers on the same nodes;
-and of restores after one rank's node was lost and replaced. All share two CPUs, so times grow with
-whatever is done at all; CPU seconds per rank tell whether each rank's own work does.
+RS(2, 1), RS(8, 2) where there are nodes for it, and a whole copy where there is one other node. Of
+each size the medians over a few saves of the slowest rank, each committed before the next; of
+restores of new Checkpointers on the same nodes; and of restores after one rank's node was lost and
+replaced. All share two CPUs, so times grow with whatever is done at all; CPU seconds per rank tell
+whether each rank's own work does.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ class Size:
 
 
 SIZES = (
+    Size(2, 1, 32, 100, (1, 0)),
     *(Size(nodes, 1, 32, 100, (2, 1)) for nodes in (4, 8, 16, 32)),
     *(Size(11, ranks, 16, 100, (2, 1)) for ranks in (1, 2, 4, 8)),
     *(Size(11, 1, mib, 100, (8, 2)) for mib in (16, 64, 256)),
     *(Size(4, 1, 64, tensors, (2, 1)) for tensors in (100, 1_000, 10_000)),
 )
-QUICK = (SIZES[0], SIZES[5], SIZES[8])
+QUICK = (SIZES[1], SIZES[6], SIZES[9])
 
 COLUMNS = {
     "stall_ms": "stall",

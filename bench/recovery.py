@@ -5,8 +5,11 @@ One rank with 256 MiB of CPU tensors on 11 real agents of this machine, RS(8, 2)
 - a save, until all ten fragments are verified at their holders; ten processes that only pull as
   many bytes from the same agent through the same transport; three that each pull the whole shard,
   as keeping whole copies for the same safety would;
-- a restore after the rank's process died, against one memcpy of the shard; the same into tensors
-  that are assigned, and writing to all of these for the first time;
+- a restore after the rank's process died, against one memcpy of the shard; and against its parts
+  without the rest of us: proving as many bytes and copying them, by as many threads, and the least
+  request there is to each of the agents, all at once;
+- the same into tensors that are assigned, and writing to all of these for the first time, against
+  one memcpy;
 - three nodes lost, the rank's own among them, and a restore on a new node, against a process there
   that only pulls the shard's bytes from eight nodes, into memory that it has touched before and
   into fresh memory, which is all that a new node has.
@@ -23,6 +26,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -30,8 +34,10 @@ import torch
 import ecckpt
 from bench.pulling import Pull, Pullers
 from bench.save import STATE_BYTES, gpt_state
+from ecckpt.client import AgentClient
 from ecckpt.codec import Codec
-from ecckpt.fragment import HOME
+from ecckpt.copying import COPY_THREADS, copy_bytes
+from ecckpt.fragment import HOME, block_bytes_for
 from ecckpt.testing import LocalCluster
 
 K, M = 8, 2
@@ -78,6 +84,26 @@ def memcpy_s(source: np.ndarray, target: np.ndarray) -> float:
     """Seconds of one call."""
     started_s = time.perf_counter()
     ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
+    return time.perf_counter() - started_s
+
+
+def prove_and_copy_s(source: np.ndarray, target: np.ndarray, codec: Codec) -> float:
+    """Seconds to check CRC32Cs of the source, as of a shard, and then to copy it."""
+    pieces = dict(enumerate(source.reshape(K, -1)))
+    block_bytes = block_bytes_for(source.nbytes)
+    table = codec.rebuild(pieces, {}, block_bytes)
+    started_s = time.perf_counter()
+    assert not codec.verify(pieces, table, block_bytes, threads=COPY_THREADS)
+    copy_bytes(source, target, threads=COPY_THREADS)
+    return time.perf_counter() - started_s
+
+
+def least_requests_s(cluster: LocalCluster) -> float:
+    """Seconds to ask every agent who it is."""
+    agents = [cluster.client(node) for node in cluster.nodes]
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(len(agents)) as pool:
+        list(pool.map(AgentClient.node, agents))
     return time.perf_counter() - started_s
 
 
@@ -159,6 +185,10 @@ def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]
             seconds["restore, process died"] = restore(cluster, home, state, "home")
             seconds |= assigned(cluster, home, state)
             seconds["memcpy"] = min(memcpy_s(source, target) for _ in range(3))
+            seconds["prove and copy"] = min(
+                prove_and_copy_s(source, target, Codec(K, M)) for _ in range(3)
+            )
+            seconds["ask who they are"] = least_requests_s(cluster)
             home = lose(cluster, home, COPIES)
             seconds["pull shard"] = pullers.seconds(plain_restore(cluster))
             seconds["pull shard, fresh memory"] = pullers.seconds(
@@ -176,6 +206,7 @@ GOALS = (
     ("protect", "pull fragments", 1.3),
     ("protect", "pull copies", None),
     ("restore, process died", "memcpy", 1.2),
+    ("restore, process died", "prove and copy", None),
     ("restore, process died, assigned", "memcpy", None),
     ("first write to all of it", "memcpy", None),
     ("restore, 3 nodes lost", "pull shard", 1.25),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ecckpt
-from bench.save import WARM_UP_ROUNDS, gpt_state, saver
+from bench.save import WARM_UP_ROUNDS, gpt_state, saver, state_of
 from ecckpt.testing import LocalCluster
 
 STATE_BYTES = 64 << 20
@@ -43,9 +43,10 @@ def test_protect(benchmark) -> None:
         assert handle.held == 5
 
 
-def test_restore_from_home(benchmark) -> None:
+@pytest.mark.parametrize("tensors", [None, 20_000], ids=["GPT", "20,000 tensors"])
+def test_restore_from_home(benchmark, tensors: int | None) -> None:
     """What restore() takes in a Checkpointer that is new, as after the process died."""
-    state = gpt_state(STATE_BYTES)
+    state = state_of(STATE_BYTES >> 20, tensors)
     with LocalCluster(nodes=6) as cluster:
         settings = {"code": (3, 2), "root": cluster.root("n0"), "agents": cluster.addresses()}
         with ecckpt.Checkpointer("bench", **settings) as ckpt:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 from ecckpt import wire
 from ecckpt.client import AgentClient
@@ -27,7 +28,7 @@ _LOG_TAIL_BYTES = 2000
 SOCKET_NAME = "agent.sock"
 
 # Agents outlive us, but those that end before us are reaped here.
-_started: list[subprocess.Popen[bytes]] = []
+_started: list[tuple[Path, subprocess.Popen[bytes]]] = []
 
 
 def local_client(root: Path, *, timeout_s: float = 10.0) -> AgentClient:
@@ -46,32 +47,62 @@ def find_or_start(config: NodeConfig) -> wire.NodeInfo:
     with contextlib.suppress(AgentUnreachable):
         return client.node()
     start(config)
-    return await_agent(client, config.root / "agent.log")
+    return await_agent(client, log_of(config.root))
 
 
 def start(config: NodeConfig) -> subprocess.Popen[bytes]:
     """Start an agent for that folder and return at once. If one runs there, the new one ends."""
     private_folder(config.root)
-    command = [sys.executable, "-m", "ecckpt", "agent", "--root", str(config.root)]
-    command += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
-    command += ["--engine", config.engine, "--cpus", config.cpus]
-    command += ["--nice", str(config.nice), "--pull-mb-s", str(config.pull_mb_s)]
-    if config.disk:
-        command += ["--disk", str(config.disk)]
-    if config.token_file:
-        command += ["--token-file", str(config.token_file)]
-    with (config.root / "agent.log").open("ab") as log:
+    command = [sys.executable, "-m", "ecckpt", *arguments_of(config)]
+    with log_of(config.root).open("ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    _started[:] = [each for each in _started if each.poll() is None]
-    _started.append(process)
+    reap()
+    _started.append((config.root, process))
     return process
 
 
-def await_agent(
-    client: AgentClient, log: Path, *, process: subprocess.Popen[bytes] | None = None
-) -> wire.NodeInfo:
+def running(root: Path) -> list[int]:
+    """Process ids of agents that were started here for that folder, and have not ended.
+
+    One may still be on its way there, and own nothing yet.
+    """
+    reap()
+    return [process.pid for folder, process in _started if folder == root]
+
+
+def reap() -> None:
+    """Take note of which agents that were started here have ended."""
+    _started[:] = [each for each in _started if each[1].poll() is None]
+
+
+def arguments_of(config: NodeConfig) -> list[str]:
+    """What the ``ecckpt`` command is told to be that agent."""
+    arguments = ["agent", "--root", str(config.root)]
+    arguments += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
+    arguments += ["--engine", config.engine, "--cpus", config.cpus]
+    arguments += ["--nice", str(config.nice), "--pull-mb-s", str(config.pull_mb_s)]
+    if config.disk:
+        arguments += ["--disk", str(config.disk)]
+    if config.token_file:
+        arguments += ["--token-file", str(config.token_file)]
+    return arguments
+
+
+def log_of(root: Path) -> Path:
+    """Where an agent that is started for that folder writes what it has to say."""
+    return root / "agent.log"
+
+
+class Started(Protocol):
+    """A process that was started."""
+
+    def poll(self) -> int | None:
+        """Its exit status; None if it runs."""
+
+
+def await_agent(client: AgentClient, log: Path, *, process: Started | None = None) -> wire.NodeInfo:
     """The agent's answer as soon as it gives one; ``AgentUnreachable`` if it ends or takes long."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while True:

@@ -9,7 +9,6 @@ another number of ranks saved, or DTensors are cut in another way here, a new sh
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from ecckpt.cluster import Cluster
 from ecckpt.errors import AgentUnreachable, EcckptError, NotHeld, NotMapped
 from ecckpt.fragment import Header
 from ecckpt.generation import ShardId
+from ecckpt.mapping import address_space_is_limited
 from ecckpt.ordering import Order, ShardSources, Wanted, as_told, likely_home
 from ecckpt.proving import ProofAhead, Prover
 from ecckpt.reading import Peers, ShardReader
@@ -156,7 +156,7 @@ class Bringer:
     def _prove_ahead(self, shard: ShardId, agent: AgentClient) -> None:
         # Where the address space has a limit, the round's threads may need what is left: one that
         # finds no memory for its first step would be waited for without an end.
-        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        if address_space_is_limited():
             return
         try:
             self._ahead = ProofAhead(self._prover, agent, shard)

@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgpack
 import numpy as np
 
-from ecckpt.codec import Codec
+from ecckpt.checksums import crc32c
 from ecckpt.copying import Buffer
 from ecckpt.errors import CorruptFragment, VersionMismatch
 from ecckpt.generation import Generation, ShardId
@@ -47,12 +47,6 @@ _FIELDS = (
 )
 _FIELD_TYPES = (str, str, int, int, int, int, int, int, int, int, str, int)
 _fields_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_FIELDS)
-
-
-def crc32c(data: Buffer) -> int:
-    """CRC32C (Castagnoli) of a small contiguous buffer."""
-    view = memoryview(data).cast("B")
-    return int(Codec(1, 0).encode([view], [], max(1, len(view)))[0, 0]) if len(view) else 0
 
 
 def fragment_bytes_for(shard_bytes: int, k: int) -> int:

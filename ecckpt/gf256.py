@@ -54,7 +54,11 @@ def inv(a: int) -> int:
 @cache
 def products(a: int) -> bytes:
     """Return ``a * x`` for x = 0..255: a table for ``bytes.translate``."""
-    return bytes(mul(a, x) for x in range(256))
+    table, term = [0], a
+    for _ in range(8):  # the products are linear in the bits of x
+        table += [product ^ term for product in table]
+        term = mul(term, 2)
+    return bytes(table)
 
 
 def scaled(row: bytes, factor: int) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,6 +36,8 @@ from ecckpt.recovery import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recov
 _log = logging.getLogger(__name__)
 
 _AT_A_TIME = 32
+# Of the nodes without ranks; one that knows the run is enough.
+_ASKED_FIRST, _ASKED_FIRST_S = 3, 1.0
 
 
 class Leader:
@@ -143,7 +146,7 @@ class Leader:
 
     def _begin(self, known: Sequence[int]) -> list[Inventory]:
         """Fence and look in one: no plan on what an older writer may still change."""
-        numbers = first_free(known)
+        numbers = first_free(known if any(known) else self._elsewhere())
         timeline = next(numbers)
         while True:
             answers = self._ask(timeline)
@@ -153,6 +156,23 @@ class Leader:
             except StopIteration as end:
                 self._timeline = end.value
                 return [each for each in answers if isinstance(each, Inventory)]
+
+    def _elsewhere(self) -> list[int]:
+        """What a few others have seen where the ranks' own agents are new to the run.
+
+        A guess that is too low is refused by all agents that know better, and all are asked again.
+        """
+        homes, run = set(self._cluster.homes), self._cluster.run
+        others = [peer for node, peer in self._peers.items() if node not in homes]
+        far_apart = max(1, len(others) // _ASKED_FIRST)  # neighbours are lost together
+
+        def fence(peer: AgentClient) -> int:
+            try:
+                return replace(peer, timeout_s=_ASKED_FIRST_S).inventory(run).fence
+            except (EcckptError, OSError):  # it is asked with all others, with more patience
+                return 0
+
+        return list(self._asking.map(fence, others[::far_apart][:_ASKED_FIRST]))
 
     def _look(self) -> list[Inventory]:
         """Again, what the agents have; ``Fenced`` by any of them if a newer start has begun."""

@@ -9,6 +9,7 @@ nothing to copy. A mapping profits if its address is a multiple of a huge page.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -16,10 +17,14 @@ import os
 import resource
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+from ecckpt.copying import COPY_THREADS, usable_threads
 from ecckpt.errors import NotMapped
 
 HUGE_PAGE_BYTES = 2 << 20
+
+_PIECE_BYTES = 16 * HUGE_PAGE_BYTES  # what one thread makes at a time
 
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -122,12 +127,30 @@ def make_huge(view: memoryview) -> bool:
 def begin_huge(descriptor: int, view: memoryview) -> bool:
     """Make an empty file out of huge pages, mapped as ``view``; whether that worked.
 
-    Where it did not, and at the end if that is no multiple of one, pages are still missing. Raises
-    ``OSError`` if there is no room.
+    Threads share what is large: the kernel has to clear every page. Where it did not work, and at
+    the end if that is no multiple of a huge page, pages are still missing. Raises ``OSError`` if
+    there is no room.
     """
-    for start in range(0, len(view) - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
-        os.pwrite(descriptor, b"\0", start)  # the kernel gathers only where there is something
-    return make_huge(view)
+
+    def begin(piece: range) -> bool:
+        for start in piece:
+            os.pwrite(descriptor, b"\0", start)  # the kernel gathers only where there is something
+        return make_huge(view[piece.start : piece.stop])
+
+    whole = range(0, len(view) - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
+    each = _PIECE_BYTES // HUGE_PAGE_BYTES
+    pieces = [whole[at : at + each] for at in range(0, len(whole), each)]
+    threads = min(len(pieces), usable_threads(COPY_THREADS))
+    if threads > 1 and not address_space_is_limited():
+        no_thread = contextlib.suppress(RuntimeError)
+        with no_thread, ThreadPoolExecutor(threads, thread_name_prefix="clear") as pool:
+            return all(list(pool.map(begin, pieces)))
+    return bool(pieces) and all(begin(piece) for piece in pieces)
+
+
+def address_space_is_limited() -> bool:
+    """Whether a thread may find no memory for its first step: Python would wait for it for ever."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _map(address: int | None, size_bytes: int, protection: int, flags: int, file: int) -> int:

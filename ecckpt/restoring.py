@@ -26,6 +26,7 @@ from typing import Any
 from ecckpt import wire
 from ecckpt.bringing import Bringer, Brought
 from ecckpt.cluster import Cluster
+from ecckpt.collector import collector_paused
 from ecckpt.errors import (
     EcckptError,
     MemoryBudgetTooSmall,
@@ -149,7 +150,7 @@ class Restorer:
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
-        with self.leader, self._bringer:
+        with collector_paused(), self.leader, self._bringer:
             return self._run(state, wanted, required=required)
 
     def _run(

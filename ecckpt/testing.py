@@ -16,7 +16,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -24,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ecckpt.agents import await_agent, local_client, start
+from ecckpt.agents import await_agent, local_client, log_of, reap, running
 from ecckpt.client import AgentClient
 from ecckpt.config import NodeConfig
-from ecckpt.errors import InvalidConfig
+from ecckpt.errors import AgentUnreachable, InvalidConfig
 from ecckpt.native import AUTO
+from ecckpt.nursery import Nursling, nursery
 
 _TMPFS = Path("/dev/shm")  # noqa: S108  (that it is shared memory is the point)
 
@@ -63,7 +63,7 @@ class LocalCluster:
         self._given = folder
         self._folder = folder
         self._disk, self._engine, self._pull_mb_s = disk, engine, pull_mb_s
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Nursling] = {}
         self._addresses: dict[str, str] = {}
         self._replaced = 0
 
@@ -191,22 +191,25 @@ class LocalCluster:
                 self._disk,
                 pull_mb_s=self._pull_mb_s,
             )
-            self._processes[node] = start(config)
+            self._processes[node] = nursery().start(config)
         for node in nodes:
-            log = self.root(node) / "agent.log"
+            log = log_of(self.root(node))
             info = await_agent(self.client(node), log, process=self._processes[node])
             self._addresses[node] = info.address
 
     def _end(self, node: str) -> None:
         process = self._processes.pop(node)
-        # A trainer that missed its agent may have started this one instead of ours.
-        owners = {process.pid, _owner(self.root(node)) or process.pid}
+        # A trainer that missed its agent may have started another, which is here or on its way.
+        root = self.root(node)
+        owners = {process.pid, _owner(root) or process.pid, *running(root)}
         workers = [pid for owner in owners for pid in (owner, *children(owner))]
         for owner in owners:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself
                 os.killpg(owner, signal.SIGKILL)
-        process.wait()
         await_end(workers)
+        with contextlib.suppress(AgentUnreachable):  # the nursery has ended; init has them now
+            process.poll()
+        reap()
 
 
 def await_end(pids: Iterable[int], *, timeout_s: float = 10.0) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ecckpt import nursery
 from ecckpt.testing import LocalCluster
 
 # Inherited by every process that a test starts, so that others' agents are not taken for ours.
@@ -48,6 +49,7 @@ def nothing_left_behind() -> Iterator[None]:
     name, value = _MARK.split("=")
     os.environ[name] = value
     yield
+    nursery.close()
     deadline_s = time.monotonic() + 10  # a killed process takes a moment to leave /proc
     while _processes() and time.monotonic() < deadline_s:
         time.sleep(0.05)

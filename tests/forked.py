@@ -49,6 +49,11 @@ def run_ranks(
     return [answers[rank][1] for rank in range(ranks)]
 
 
+def preload() -> None:
+    """Import what optimizers import when they are made: here once, not in every rank."""
+    import torch._dynamo  # noqa: F401
+
+
 def die() -> None:
     """Be killed, as by the kernel."""
     os.kill(os.getpid(), signal.SIGKILL)

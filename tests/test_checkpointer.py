@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -215,6 +216,33 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank(cluster6: LocalCl
         world.restore(blank)
     expected = states_for(6, seed=0)
     assert all(same_state(blank[rank], expected[rank]) for rank in (0, 1, 3, 4, 5))
+
+
+class Watching:
+    """Has nothing to save, and knows whether the garbage collector was on when it was restored."""
+
+    collecting: bool | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.collecting = gc.isenabled()
+
+
+def test_the_garbage_collector_waits_for_a_restore(cluster1: LocalCluster) -> None:
+    watching = Watching()
+    with World(cluster1) as world:
+        world.restore([{"watching": watching}])
+        assert all(handle.wait(30) for handle in world.save(1, [{"watching": watching}]))
+    assert watching.collecting is None
+    with World(cluster1) as world:
+        world.restore([{"watching": watching}])
+    assert watching.collecting is False
+    assert gc.isenabled()
+    with World(cluster1) as world, pytest.raises(StateMismatch):
+        world.restore([{"another": torch.zeros(1)}])
+    assert gc.isenabled()
 
 
 def test_what_ranks_had_for_themselves_fits_no_other_world_size(cluster6: LocalCluster) -> None:

@@ -23,13 +23,13 @@ def _demo(*arguments: str) -> tuple[int, list[str], str]:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_losing_as_many_nodes_as_promised_ends_bit_identical() -> None:
-    status, lines, errors = _demo("--nodes=4", "--code=1+2", "--lose=3", "--steps=8", "--json")
+    status, lines, errors = _demo("--nodes=3", "--code=1+1", "--lose=2", "--steps=8", "--json")
     assert status == 0, "\n".join(lines) + errors
     outcome = json.loads(lines[-1])
     assert outcome["bit_identical"] is True
-    assert outcome["nodes_lost"] == 3
+    assert outcome["nodes_lost"] == 2
     assert outcome["restored_step"] >= 2
-    assert outcome["sources"] == {"peers": 3, "home": 1}
+    assert outcome["sources"] == {"peers": 2, "home": 1}
     for name in ("lost_steps", "save_stall_s", "stall_over_memcpy", "protected_s", "restore_s"):
         assert outcome[name] >= 0
     assert any("empty nodes take their places" in line for line in lines)
@@ -38,7 +38,7 @@ def test_losing_as_many_nodes_as_promised_ends_bit_identical() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_losing_more_tells_that_nothing_is_left() -> None:
-    status, lines, errors = _demo("--nodes=3", "--code=2+0", "--lose=2", "--steps=6", "--json")
+    status, lines, errors = _demo("--nodes=2", "--code=1+0", "--lose=2", "--steps=6", "--json")
     assert status == 1, "\n".join(lines) + errors
     outcome = json.loads(lines[-1])
     assert outcome["restored_step"] is None

@@ -15,13 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from ecckpt.checksums import crc32c
 from ecckpt.codec import Codec
 from ecckpt.fragment import (
     FORMAT_VERSION,
     HOME,
     SUPERBLOCK_BYTES,
     Header,
-    crc32c,
     fragment_bytes_for,
     pack_superblock,
     pack_table,

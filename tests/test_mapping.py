@@ -1,12 +1,15 @@
 """Mapping files of tmpfs: alignment, life time, faults, huge pages."""
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ecckpt import mapping
@@ -176,6 +179,48 @@ def test_an_empty_file_begins_on_huge_pages():
         fault_in(view)
         assert huge_kib() >= 3 * HUGE_PAGE_BYTES // 1024
         assert not any(view)
+
+
+@pytest.mark.parametrize("hindered", ["", "no thread can start", "limited"])
+def test_a_large_file_is_made_by_several_threads(monkeypatch, hindered):
+    seen = set()
+
+    def clear(view):
+        seen.add(threading.current_thread().name)
+        return make_huge(view)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mapping, "make_huge", clear)
+    monkeypatch.setattr(mapping, "usable_threads", lambda threads: threads)
+    monkeypatch.setattr(mapping, "address_space_is_limited", lambda: hindered == "limited")
+    if hindered == "no thread can start":
+        monkeypatch.setattr(threading.Thread, "start", start)
+    size = 5 * mapping._PIECE_BYTES // 2 + 4096
+    with tmpfs_file(reserve=False, size=size) as descriptor:
+        view = map_file(descriptor, size)
+        if not begin_huge(descriptor, view):
+            pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")
+        assert 512 * os.fstat(descriptor).st_blocks == size - 4096
+        os.posix_fallocate(descriptor, 0, size)
+        fault_in(view)
+        assert not np.frombuffer(view, np.uint8).any()
+    assert all((name == "MainThread") == bool(hindered) for name in seen)
+
+
+def test_a_full_tmpfs_is_an_error_of_whichever_thread_meets_it(monkeypatch):
+    monkeypatch.setattr(mapping, "usable_threads", lambda threads: threads)
+
+    def write(descriptor, data, start):
+        if start >= mapping._PIECE_BYTES:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwrite", write)
+    size = 3 * mapping._PIECE_BYTES
+    full = pytest.raises(OSError, match="full")
+    with tmpfs_file(reserve=False, size=size) as descriptor, full:
+        begin_huge(descriptor, map_file(descriptor, size))
 
 
 def test_memory_that_cannot_be_huge():

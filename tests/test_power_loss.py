@@ -221,7 +221,7 @@ def test_an_agent_that_a_trainer_starts_again_has_its_disk(tmp_path: Path) -> No
         await_true(lambda: cluster.client("n0").node().node == "n0", but=AgentUnreachable)
         assert inventories(cluster)[0].stored == (first,)
         cluster.start()  # for its end: the cluster knows only agents that it has started itself
-    for each in agents._started:
+    for _, each in agents._started:
         each.wait(10)
 
 

@@ -11,9 +11,8 @@ from reshaping import restore_as
 from torch import nn
 from worlds import World
 
-from ecckpt.checksums import checksum_many
+from ecckpt.checksums import checksum_many, crc32c
 from ecckpt.errors import InvalidConfig, SaveFailed
-from ecckpt.fragment import crc32c
 from ecckpt.state import Claim, Replicas, plan_shard, read_shard
 from ecckpt.testing import LocalCluster
 

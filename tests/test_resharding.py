@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from forked import preload, run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from worlds import World
 
+import ecckpt
 from ecckpt.errors import StateMismatch
 from ecckpt.testing import LocalCluster
 
 pytestmark = pytest.mark.long
 
-PROGRAM = """
-import hashlib, json, sys
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-import ecckpt
 
-plan = json.loads(sys.argv[1])
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-
-def build(mesh, seed):
+def _build(mesh: DeviceMesh, seed: int, rows: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     # 5 rows are uneven on any of these worlds; one row leaves ranks with an empty shard.
     layers = torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1, bias=False)
     model = torch.nn.Sequential(*layers)
     fully_shard(model, mesh=mesh)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    big = torch.arange(plan["rows"] * 1024, dtype=torch.float32).reshape(-1, 1024) * seed
+    big = torch.arange(rows * 1024, dtype=torch.float32).reshape(-1, 1024) * seed
     return {
-        "model": model, "optim": optim, "progress": {"step": -1},
-        "big": distribute_tensor(big, mesh, [Shard(plan["dim"])], src_data_rank=None),
+        "model": model,
+        "optim": optim,
+        "progress": {"step": -1},
+        "big": distribute_tensor(big, mesh, [Shard(0)], src_data_rank=None),
         "copy": distribute_tensor(big[:50] + 1, mesh, [Replicate()], src_data_rank=None),
         "rng": ecckpt.RngState(),
     }
 
 
-def train(state, step):
+def _train(state: dict[str, Any], step: int) -> None:
     state["model"](torch.full((3, 7), step + 1.0)).square().mean().backward()
     state["optim"].step()
     state["optim"].zero_grad()
     state["progress"]["step"] = step
 
 
-def digests(state):
+def _digests(state: dict[str, Any]) -> dict[str, str]:
     tensors = {f"model.{name}": t for name, t in state["model"].state_dict().items()}
     for number, entry in state["optim"].state_dict()["state"].items():
         tensors |= {f"optim.{number}.{name}": t for name, t in entry.items()}
@@ -63,87 +58,93 @@ def digests(state):
     return {name: hashlib.sha256(each).hexdigest() for name, each in raw.items()}
 
 
-def checkpointer(world):
-    store = dist.PrefixStore(f"world {world}", dist.distributed_c10d._get_default_store())
-    return ecckpt.Checkpointer(
-        "reshard", root=plan["roots"][rank], agents=plan["agents"], code=plan["code"],
-        store=store, rank=rank, world_size=world, restore_timeout_s=60,
-    )
+@dataclass(frozen=True)
+class Plan:
+    """What a start of the program does: saves at world 4, or restores at smaller ones."""
 
+    roots: list[str]
+    agents: list[str]
+    code: tuple[int, int]
+    worlds: list[int]
+    save: bool
+    rows: int = 2048
 
-found = {}
-for world in plan["worlds"]:
-    mesh = DeviceMesh("cpu", list(range(world)))
-    if rank >= world:
-        continue
-    state = build(mesh, 1 if plan["save"] else 2)
-    with checkpointer(world) as ckpt:
-        restored = ckpt.restore(state)
-        if plan["save"]:
-            for step in range(3):
-                train(state, step)
-            ckpt.save(2, state, patience_s=60).wait(60)
-        one = found[world] = {"digests": digests(state), "step": state["progress"]["step"]}
-        if restored:
-            parts = [t.to_local().nbytes for t in (state["big"], *state["model"].parameters())]
-            one |= {
-                "from": [restored.step, restored.source, restored.saved_by, restored.reseeded],
-                "pulled": restored.pulled_bytes, "needed": sum(parts),
-                "rebuilt": restored.rebuilt_fragments, "draw": torch.rand(()).item(),
-            }
-        if world == 2:  # the new world goes on: it commits, and comes back to its own
-            train(state, 3)
-            ckpt.save(3, state, patience_s=60).wait(60)
-            after = digests(state)
-            again = ckpt.restore(state)
-            # From peers, since each of the two stored half of what is replicated.
-            assert (again.step, again.source, again.saved_by) == (3, "peers", 2)
-            assert digests(state) == after
-with open(f"{plan['out']}.{rank}", "w") as file:
-    json.dump(found, file)
-dist.barrier()
-dist.destroy_process_group()
-"""
+    def checkpointer(self, rank: int, world: int) -> ecckpt.Checkpointer:
+        store = dist.PrefixStore(f"world {world}", dist.distributed_c10d._get_default_store())
+        return ecckpt.Checkpointer(
+            "reshard",
+            root=self.roots[rank],
+            agents=self.agents,
+            code=self.code,
+            store=store,
+            rank=rank,
+            world_size=world,
+            restore_timeout_s=60,
+        )
 
+    def act(self, rank: int) -> dict[int, dict[str, Any]]:
+        """What a rank has found, by the number of ranks."""
+        found = {}
+        for world in self.worlds:
+            mesh = DeviceMesh("cpu", list(range(world)))
+            if rank < world:
+                found[world] = self._be(rank, world, mesh)
+        dist.barrier()
+        return found
 
-def _launch(tmp_path: Path, ranks: int, **plan: object) -> list[dict[str, dict[str, object]]]:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    out = tmp_path / f"out{ranks}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(program), json.dumps({**plan, "out": str(out)})]
-    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+    def _be(self, rank: int, world: int, mesh: DeviceMesh) -> dict[str, Any]:
+        state = _build(mesh, 1 if self.save else 2, self.rows)
+        with self.checkpointer(rank, world) as ckpt:
+            restored = ckpt.restore(state)
+            if self.save:
+                for step in range(3):
+                    _train(state, step)
+                ckpt.save(2, state, patience_s=60).wait(60)
+            one = {"digests": _digests(state), "step": state["progress"]["step"]}
+            if restored:
+                parts = [t.to_local().nbytes for t in (state["big"], *state["model"].parameters())]
+                one |= {
+                    "from": [restored.step, restored.source, restored.saved_by, restored.reseeded],
+                    "pulled": restored.pulled_bytes,
+                    "needed": sum(parts),
+                    "rebuilt": restored.rebuilt_fragments,
+                    "draw": torch.rand(()).item(),
+                }
+            if world == 2:  # the new world goes on: it commits, and comes back to its own
+                _train(state, 3)
+                ckpt.save(3, state, patience_s=60).wait(60)
+                after = _digests(state)
+                again = ckpt.restore(state)
+                assert again is not None
+                # From peers, since each of the two stored half of what is replicated.
+                assert (again.step, again.source, again.saved_by) == (3, "peers", 2)
+                assert _digests(state) == after
+        return one
 
 
 def test_fsdp2_on_four_ranks_comes_back_on_three_and_on_two(tmp_path: Path) -> None:
+    preload()
     with LocalCluster(nodes=6) as cluster:
         roots = [str(cluster.root(node)) for node in cluster.nodes]
-        plan = {"rows": 2048, "dim": 0, "save": True, "code": [3, 2], "worlds": [4]}
-        saved = _launch(tmp_path, 4, roots=roots, agents=cluster.addresses(), **plan)
-        expected = saved[0]["4"]["digests"]
+        plan = Plan(roots, cluster.addresses(), (3, 2), [4], save=True)
+        saved = run_ranks(tmp_path, 4, plan.act, timeout_s=100)
+        expected = saved[0][4]["digests"]
         # Two homes and a holder: m + 1. Of the lost homes' shards, fragments are left.
         cluster.kill("n1", "n2", "n5")
         roots = [str(cluster.root(node)) for node in ("n3", "n0", "n4")]
-        plan |= {"save": False, "code": [1, 1], "worlds": [3, 2]}
-        found = _launch(tmp_path, 3, roots=roots, agents=cluster.addresses(), **plan)
+        plan = Plan(roots, cluster.addresses(), (1, 1), [3, 2], save=False)
+        found = run_ranks(tmp_path, 3, plan.act, timeout_s=100)
     for world in (3, 2):
-        ranks = [each[str(world)] for each in found[:world]]
+        ranks = [each[world] for each in found[:world]]
         for each in ranks:
             assert each["digests"] == expected
-            assert (each["step"], each["from"]) == (2, [2, "peers", 4, ["rng"]])
+            assert (each["step"], each["from"]) == (2, [2, "peers", 4, ("rng",)])
             assert each["pulled"] >= each["needed"]
         assert any(each["rebuilt"] for each in ranks)
         assert len({each["draw"] for each in ranks}) == world  # B67
 
 
 def _alike(ranks: int, value: float) -> list[dict[str, object]]:
-    import torch
-
     return [{"weights": torch.full((300_000,), value), "lr": value} for _ in range(ranks)]
 
 

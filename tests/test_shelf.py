@@ -17,13 +17,13 @@ from ecckpt.agent.actions import Allocate, Failed, Seal
 from ecckpt.agent.ledger import Entry
 from ecckpt.agent.node import Agent
 from ecckpt.agent.sizes import parity_region_bytes, steady_bytes
+from ecckpt.checksums import crc32c
 from ecckpt.codec import Codec
 from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.fragment import (
     FORMAT_VERSION,
     HOME,
     SUPERBLOCK_BYTES,
-    crc32c,
     pack_superblock,
     parse_table,
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from forked import die, run_ranks
+from forked import die, preload, run_ranks
 from test_opening import opened, random, same
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -540,6 +540,7 @@ def whole(states):
 
 @pytest.mark.long
 def test_fsdp2_and_meshes_of_two_dimensions_on_other_numbers_of_ranks(tmp_path):
+    preload()
     placed = {
         "both": [Shard(0), Shard(1)],
         "half": [Replicate(), Shard(0)],

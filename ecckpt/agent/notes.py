@@ -8,8 +8,8 @@ import msgpack
 
 from ecckpt import wire
 from ecckpt.agent.ledger import Notes
+from ecckpt.checksums import crc32c
 from ecckpt.errors import CorruptFragment, InvalidMessage
-from ecckpt.fragment import crc32c
 from ecckpt.generation import Generation
 from ecckpt.lineage import RollBack, in_force
 

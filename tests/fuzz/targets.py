@@ -20,12 +20,12 @@ from builders import SESSION, generation, header, table_of
 from ecckpt import wire
 from ecckpt.agent.ledger import Notes
 from ecckpt.agent.notes import pack_notes, unpack_notes
+from ecckpt.checksums import crc32c
 from ecckpt.errors import EcckptError
 from ecckpt.fragment import (
     FORMAT_VERSION,
     SUPERBLOCK_BYTES,
     Header,
-    crc32c,
     pack_superblock,
     pack_table,
     parse_superblock,
