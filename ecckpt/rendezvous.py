@@ -28,6 +28,8 @@ _NONCE_BYTES = 8
 _SESSION_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
 _POLL_S = 0.05
+_LONG_BYTES = 1 << 10  # of an answer, that another look at the store is worth
+_SEE_ALL = b"="  # in the place of such an answer, if all ranks are given the same
 _LEAST_S = 0.002  # torch counts in milliseconds, and takes 0 for ever
 
 Decide = Callable[[list[bytes]], Sequence[bytes]]
@@ -160,6 +162,8 @@ class StoreMeeting:
         # Rank 0 gives up at its deadline, and then needs a moment to say who was late.
         deadline_s += min(_GRACE_S, 4 * timeout_s)
         answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
+        if answer == _SEE_ALL:
+            answer = self._mine.get(f"{tag}/out/all")
         return _open_answer(answer)
 
     def add(self, key: str, amount: int) -> int:
@@ -213,7 +217,7 @@ class StoreMeeting:
         answers: list[bytes] = []
         try:
             payloads = self._read(tag, keys, deadline_s, timeout_s, ranks=list(ranks))
-            answers = [b"+" + answer for answer in decide([each[1:] for each in payloads])]
+            answers = _signed(decide([each[1:] for each in payloads]))
         except Exception as error:
             numbers = facts(error) if isinstance(error, EcckptError) else {}
             fields = [type(error).__name__, f"{error}", numbers]
@@ -221,6 +225,9 @@ class StoreMeeting:
             if not isinstance(error, EcckptError):
                 raise  # here with its traceback; the others learn its name
         finally:
+            if _is_one_for_all(answers):
+                self._mine.set(f"{tag}/out/all", answers[0])  # type: ignore[arg-type]
+                answers = [_SEE_ALL] * len(answers)
             for rank, answer in enumerate(answers):
                 self._mine.set(f"{tag}/out/{rank}", answer)  # type: ignore[arg-type]
 
@@ -277,6 +284,19 @@ def _broadcast_session() -> str:
     nonce = torch.tensor(list(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8, device=device)
     dist.broadcast(nonce, src=0)
     return bytes(nonce.cpu().tolist()).hex()
+
+
+def _signed(answers: Sequence[bytes]) -> list[bytes]:
+    """Marked as no errors; those that were one object still are."""
+    signed = {id(answer): b"+" + answer for answer in answers}
+    return [signed[id(answer)] for answer in answers]
+
+
+def _is_one_for_all(answers: Sequence[bytes]) -> bool:
+    """Whether the store should keep it once: in thousands of copies it could take all memory."""
+    if not answers or len(answers[0]) < _LONG_BYTES:
+        return False
+    return all(answer is answers[0] for answer in answers)
 
 
 def _open_answer(answer: bytes) -> bytes:

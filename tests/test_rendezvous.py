@@ -87,7 +87,15 @@ def test_only_rank_0_decides(meet_as):
     assert asked == [0]
 
 
-@pytest.mark.parametrize("payload", [b"", b"\0", b"+", b"-", bytes(range(256)) * 5000])
+@pytest.mark.parametrize("size_bytes", [3, 100_000])
+def test_an_answer_for_all_is_kept_once_if_it_is_long(meet_as, size_bytes):
+    meetings, answer = meet_as(4), b"=" + bytes(size_bytes)
+    assert each(meetings, ask(lambda payloads: [answer] * 4)) == [answer] * 4
+    kept = [len(meetings[0]._mine.get(f"vote/out/{rank}")) for rank in range(4)]
+    assert kept == [1 if size_bytes > 3 else len(answer) + 1] * 4
+
+
+@pytest.mark.parametrize("payload", [b"", b"\0", b"+", b"-", b"=", bytes(range(256)) * 5000])
 def test_payloads_arrive_whole(payload):
     store = dist.HashStore()
     meetings = [StoreMeeting(store, rank, 2, SESSION) for rank in range(2)]

@@ -187,7 +187,7 @@ def mapped_again():
         os.close(descriptor)
 
 
-def test_a_slot_that_stays_registered_stays_mapped(gpus):
+def test_a_slot_that_stays_registered_stays_mapped(gpus, caplog):
     """Or what is mapped at its address next would be taken for it."""
     gpus.refuses.add("unregister")
     with mapped() as view:
@@ -196,6 +196,7 @@ def test_a_slot_that_stays_registered_stays_mapped(gpus):
         del view
         gc.collect()
         assert gpus.calls[-1] == "unregister"
+        assert "it stays mapped: error" in caplog.text
         assert mapped_here()
         mapping._libc.munmap(address, SIZE)
 

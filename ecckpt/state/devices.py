@@ -185,6 +185,10 @@ def _unregister(address: int, device: torch.device, process: int) -> bool:
         return True
     try:
         with torch.cuda.device(device):
-            return int(_cudart().cudaHostUnregister(address)) == 0
-    except RuntimeError:
+            code = int(_cudart().cudaHostUnregister(address))
+    except RuntimeError as error:
+        _log.warning("CUDA does not let go of a slot, it stays mapped: %s", error)
         return False
+    if code:
+        _log.warning("CUDA does not let go of a slot, it stays mapped: error %d", code)
+    return code == 0
