@@ -195,8 +195,8 @@ class Lives:
         self.reset()
         return int(self.live(timeline=2, last_line=-1).last("lines ") or 0)
 
-    def points(self, every: int = 1, lines: int = 1) -> list[Point]:
-        """All points, or every so-manieth call and line."""
+    def points(self, every: int = 1, lines: int = 1, first: int = 0) -> list[Point]:
+        """All points, or every so-manieth call from the ``first`` on, and line."""
         calls = [
             Point(name, number)
             for name, count in sorted(self.calls().items())
@@ -204,8 +204,8 @@ class Lives:
         ]
         failing = [replace(at, what=ERRORS[at.name]) for at in calls if at.name in ERRORS]
         return [
-            *calls[::every],
-            *failing[::every],
+            *calls[first::every],
+            *failing[first::every],
             *(Point("line", number) for number in range(1, self.lines() + 1, lines)),
         ]
 
@@ -375,12 +375,12 @@ def _source(held: list[wire.Held]) -> HTTPServer:
     return Server(("127.0.0.1", 0), Handler)
 
 
-def run(every: int = 1, lines: int = 1, say: Any = print) -> Counter[str]:
+def run(every: int = 1, lines: int = 1, first: int = 0, say: Any = print) -> Counter[str]:
     """Crash at every so-manieth point; returns how many of each kind were reached."""
     logging.disable(logging.CRITICAL)
     try:
         with Lives() as lives:
-            points = lives.points(every, lines)
+            points = lives.points(every, lines, first)
         say(f"{len(points)} points")
         shares = [points[first::SIDE_BY_SIDE] for first in range(SIDE_BY_SIDE)]
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
