@@ -8,6 +8,8 @@ One rank with 256 MiB of CPU tensors on 11 real agents of this machine, RS(8, 2)
 - a restore after the rank's process died, against one memcpy of the shard; and against its parts
   without the rest of us: proving as many bytes and copying them, by as many threads, and the least
   request there is to each of the agents, all at once;
+- the same into tensors that are assigned, and writing to all of these for the first time, against
+  one memcpy;
 - three nodes lost, the rank's own among them, and a restore on a new node, against a process there
   that only pulls the shard's bytes from eight nodes, into memory that it has touched before and
   into fresh memory, which is all that a new node has.
@@ -45,6 +47,7 @@ COPIES = M + 1  # whole copies on other nodes that survive any three losses toge
 RUN = "bench"
 
 Seconds = dict[str, float]
+State = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def checkpointer(cluster: LocalCluster, node: str) -> ecckpt.Checkpointer:
@@ -124,15 +127,37 @@ def protect(
     }
 
 
-def restore(cluster: LocalCluster, node: str, state: Mapping[str, object], source: str) -> float:
+def restore(
+    cluster: LocalCluster,
+    node: str,
+    state: Mapping[str, object],
+    source: str,
+    *,
+    assign: bool = False,
+) -> float:
     """Seconds of ``restore()`` in a new Checkpointer, and nothing else."""
     with checkpointer(cluster, node) as ckpt:
-        restored = ckpt.restore(state, resume="required")
+        restored = ckpt.restore(state, resume="required", assign=assign)
         assert restored is not None
         restored.reprotection.wait(120)
     if restored.source != source:
         raise RuntimeError(f"restored from {restored.source}, not from {source}")
     return restored.seconds
+
+
+def assigned(cluster: LocalCluster, node: str, state: State) -> Seconds:
+    """A restore of all tensors without a copy, and the writes that then cost one."""
+    other = {
+        kind: {name: tensor.clone() for name, tensor in each.items()}
+        for kind, each in state.items()
+    }
+    restore_s = restore(cluster, node, other, "home", assign=True)
+    started_s = time.perf_counter()
+    for each in other.values():
+        for tensor in each.values():
+            tensor.neg_()
+    write_s = time.perf_counter() - started_s
+    return {"restore, process died, assigned": restore_s, "first write to all of it": write_s}
 
 
 def lose(cluster: LocalCluster, home: str, count: int) -> str:
@@ -158,6 +183,7 @@ def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]
         for turn in range(rounds + 1):
             seconds = protect(cluster, home, 2 * turn, state, pullers)
             seconds["restore, process died"] = restore(cluster, home, state, "home")
+            seconds |= assigned(cluster, home, state)
             seconds["memcpy"] = min(memcpy_s(source, target) for _ in range(3))
             seconds["prove and copy"] = min(
                 prove_and_copy_s(source, target, Codec(K, M)) for _ in range(3)
@@ -181,6 +207,8 @@ GOALS = (
     ("protect", "pull copies", None),
     ("restore, process died", "memcpy", 1.2),
     ("restore, process died", "prove and copy", None),
+    ("restore, process died, assigned", "memcpy", None),
+    ("first write to all of it", "memcpy", None),
     ("restore, 3 nodes lost", "pull shard", 1.25),
     ("restore, 3 nodes lost", "pull shard, fresh memory", None),
 )

@@ -40,6 +40,7 @@ class Brought:
     """A shard that is here, proven, and what that cost; its tensors are views of the bytes.
 
     ``source``: "home" or "peers". ``reseeded``: paths of the ``RngState`` to be seeded anew.
+    ``own``: the bytes are this process's, which may keep and change them.
     """
 
     shard: Shard
@@ -47,13 +48,15 @@ class Brought:
     pulled_bytes: int = 0
     rebuilt_fragments: int = 0
     reseeded: tuple[str, ...] = ()
+    own: bool = False
 
 
 class Bringer:
     """Brings shards home for one rank, in one restore; use as a context manager.
 
     ``peers`` are the agents by node, with the patience that each may cost; ``patience_s`` is how
-    long this node's own may be away.
+    long this node's own may be away. To ``assign``, shards are brought as bytes of this process's
+    own, where that costs no copy.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Bringer:
         ranks: int,
         patience_s: float,
         timeout_s: float,
+        assign: bool,
     ) -> None:
         self._cluster, self._peers, self._slots = cluster, peers, slots
+        self._assign = assign
         self._rank, self._ranks = rank, ranks
         self._patience_s, self._timeout_s = patience_s, timeout_s
-        self._prover = Prover(slots, tracer)
+        self._prover = Prover(slots, tracer, assign=assign)
         self._ahead: ProofAhead | None = None
         self._agent_answers = False  # a moment ago
 
@@ -162,11 +167,14 @@ class Bringer:
         assert order.header is not None
         shard = self._from_home(order.header) if order.local else None
         if shard is not None:
-            return Brought(shard, "home")
-        fetched = self._fetch(order)
-        payload = self._prover.prove(fetched.slot, self._cluster.agent)
+            return Brought(shard, "home", own=self._assign)
+        fetched, agent = self._fetch(order), self._cluster.agent
+        slot = agent.assign(order.header.shard) if self._assign else fetched.slot
+        payload = self._prover.prove(slot, agent)
         shard = read_shard(payload[: order.header.shard_bytes])
-        return Brought(shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments)
+        return Brought(
+            shard, "peers", fetched.pulled_bytes, fetched.rebuilt_fragments, own=self._assign
+        )
 
     def _without_agent(self, order: Order, peers: Peers) -> Brought:
         """Straight from the others, into memory of this process that is as large as the shard."""
@@ -176,7 +184,7 @@ class Bringer:
         sources = ShardSources(order.header, (), order.sources)
         reader = ShardReader(sources, replace(peers, clients=by_address))
         shard = read_shard(reader.whole())
-        return Brought(shard, "peers", reader.pulled_bytes, reader.rebuilt_fragments)
+        return Brought(shard, "peers", reader.pulled_bytes, reader.rebuilt_fragments, own=True)
 
     def _reshape(self, order: Order, state: dict[str, Any]) -> Brought:
         peers = self.reading_peers()
@@ -195,7 +203,7 @@ class Bringer:
         agent = self._cluster.agent
         try:
             # All older writers are fenced by now: what is here stays.
-            slot = agent.slot(header.shard)
+            slot = (agent.assign if self._assign else agent.slot)(header.shard)
             if self._ahead is not None and slot.header.same_shard(header):
                 shard = self._ahead.take(slot, timeout_s=self._timeout_s)
                 if shard is not None:

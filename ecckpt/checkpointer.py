@@ -268,6 +268,7 @@ class Checkpointer:
         step: int | None = None,
         generation: Generation | str | None = None,
         resume: Literal["auto", "required"] = "auto",
+        assign: bool = False,
     ) -> Restored | None:
         """Bring ``state`` back to the newest generation that survives; None if there never was one.
 
@@ -285,6 +286,18 @@ class Checkpointer:
         (see ``Restored.reseeded``), and anything else that differed between ranks is a
         ``StateMismatch``. Nodes without ranks must be named in ``agents=`` to be read from.
 
+        With ``assign`` tensors of 256 KiB or more are not copied where that is possible: they stay
+        the same objects, and lie in this node's copy of the shard from then on, as private memory
+        of this process. For inference, evaluation and frozen weights: each page that is written to
+        for the first time costs a fault and a copy of its own, which is slower than having copied
+        all. Modules, tensors in containers and what torch's optimizers keep are assigned. Copied,
+        as ever, are tensors that are not contiguous in plain CPU memory, DTensors, tensors whose
+        memory anything else in the process refers to (those of ``model.state_dict()`` are the
+        model's: it is restored, but give the model itself), what other objects load, and all of it
+        on another number of ranks than saved. ``Restored.assigned_bytes`` tells how much was
+        assigned. That memory is the tmpfs's, beyond the run's budget, until the last of these
+        tensors is gone.
+
         Raises:
             NothingToRestore: traces of the run were found but none of its generations can be
                 rebuilt, or there were none and ``resume="required"``.
@@ -300,7 +313,7 @@ class Checkpointer:
         if isinstance(generation, str):
             generation = Generation.parse(generation)
         self._saver.settle()
-        restorer = self._restorer()
+        restorer = self._restorer(assign=assign)
         order, restored = restorer.run(
             state, Wanted(step, generation), required=resume == "required"
         )
@@ -310,7 +323,7 @@ class Checkpointer:
             self._saver.protect_again(order, restored)
         return restored
 
-    def _restorer(self) -> Restorer:
+    def _restorer(self, *, assign: bool = False) -> Restorer:
         self._restores += 1
         return Restorer(
             self._meeting,
@@ -320,6 +333,7 @@ class Checkpointer:
             after=self._saver.timeline or 0,
             timeout_s=self._config.restore_timeout_s,
             tracer=self._tracer,
+            assign=assign,
         )
 
     def _begin(self, order: Order, restorer: Restorer, parent: Generation | None) -> None:

@@ -156,6 +156,10 @@ class AgentClient:
         """The slot of a sealed home copy (only on the agent's own node)."""
         return self._post(wire.Slot, shard.run, "slot", shard)
 
+    def assign(self, shard: ShardId) -> wire.Slot:
+        """``slot``, to be mapped for good: never written again (only on the agent's own node)."""
+        return self._post(wire.Slot, shard.run, "assign", wire.Assign(shard))
+
     def protect(self, message: wire.Protect) -> None:
         """Start protecting a staged or sealed shard."""
         self._post(wire.Done, message.shard.run, "protect", message)

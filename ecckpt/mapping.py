@@ -44,20 +44,23 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mappings: dict[int, Callable[[], bool] | None] = {}
 
 
-def map_file(descriptor: int, size_bytes: int) -> memoryview:
+def map_file(descriptor: int, size_bytes: int, *, private: bool = False) -> memoryview:
     """The first ``size_bytes`` of an open file, writable and shared; unmapped with the last view.
 
     The file must be as long: touching what lies beyond its end would end the process. Its address
-    is a multiple of a huge page. Raises ``OSError``, ``NotMapped`` where it is for want of memory.
+    is a multiple of a huge page. What is written to a ``private`` mapping stays in this process; a
+    page that was not written to yet shows what others write to the file. Raises ``OSError``,
+    ``NotMapped`` where it is for want of memory.
     """
     # Room for the alignment is taken first and the file mapped into it: nobody else gets between.
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_PAGE_BYTES
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    room = _map(None, room_bytes, 0, private, -1)
+    nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    room = _map(None, room_bytes, 0, nothing, -1)
     address = -(-room // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
         both = mmap.PROT_READ | mmap.PROT_WRITE
-        _map(address, size_bytes, both, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+        kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        _map(address, size_bytes, both, kind | _MAP_FIXED, descriptor)
     except OSError:
         _libc.munmap(room, room_bytes)
         raise

@@ -18,7 +18,7 @@ from ecckpt.copying import COPY_THREADS
 from ecckpt.errors import CorruptFragment
 from ecckpt.fragment import Header
 from ecckpt.generation import ShardId
-from ecckpt.slots import Slots
+from ecckpt.slots import Slots, private_payload
 from ecckpt.state import Shard, read_shard
 from ecckpt.tracing import Tracer
 
@@ -33,10 +33,15 @@ class _Unwanted(Exception):
 
 
 class Prover:
-    """Proves what this node's ``agent`` has in its slots."""
+    """Proves what this node's ``agent`` has in its slots.
 
-    def __init__(self, slots: Slots, tracer: Tracer) -> None:
-        self._slots, self._tracer = slots, tracer
+    To ``assign`` it the slot is mapped for this process alone: as long as there are views, however
+    long ago its generation was retired. The agent must be told so, before or after the proof, as
+    long as the slot's ``use`` is the same.
+    """
+
+    def __init__(self, slots: Slots, tracer: Tracer, *, assign: bool = False) -> None:
+        self._slots, self._tracer, self._assign = slots, tracer, assign
 
     def prove(
         self, slot: wire.Slot, agent: AgentClient, *, unwanted: threading.Event | None = None
@@ -47,7 +52,10 @@ class Prover:
         """
         header = slot.header
         with self._tracer.span("prove", header.shard):
-            payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
+            if self._assign:
+                payload = private_payload(slot, header.payload_bytes)
+            else:
+                payload = self._slots.payload(slot, header.payload_bytes, to_write=False)
             bad = self._bad_blocks(header, payload, agent, unwanted or threading.Event())
         if bad:
             raise CorruptFragment(

@@ -50,10 +50,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A shard that is here and fits; ``load`` restores it."""
+    """A shard that is here and fits; ``load`` restores it, and tells what it assigned."""
 
     brought: Brought
-    load: Callable[[], None]
+    load: Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Restored:
     more nodes could have been lost. ``rejected`` maps newer generations to why they were passed
     over. ``reprotection`` is the handle of re-making the fragments that were lost, in the
     background. ``saved_by`` is how many ranks had saved; if others restore, ``reseeded`` are the
-    paths of the ``RngState`` that were seeded anew.
+    paths of the ``RngState`` that were seeded anew. ``assigned_bytes`` of the state's tensors were
+    not copied (see ``Checkpointer.restore``).
     """
 
     step: int
@@ -80,6 +81,7 @@ class Restored:
     reprotection: SaveHandle
     saved_by: int
     reseeded: tuple[str, ...]
+    assigned_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,10 @@ class Found:
 
 
 class Restorer:
-    """Restores for one rank, once; ``number`` tells apart several restores of one session."""
+    """Restores for one rank, once; ``number`` tells apart several restores of one session.
+
+    ``assign``: without a copy where that is possible.
+    """
 
     def __init__(
         self,
@@ -112,6 +117,7 @@ class Restorer:
         after: int,
         timeout_s: float,
         tracer: Tracer,
+        assign: bool = False,
     ) -> None:
         self._meeting = meeting
         self._tracer = tracer
@@ -131,7 +137,9 @@ class Restorer:
             ranks=meeting.world_size,
             patience_s=patience_s,
             timeout_s=timeout_s,
+            assign=assign,
         )
+        self._assign = assign
         self.leader = Leader(cluster, peers, session=meeting.session)
 
     def run(
@@ -168,8 +176,8 @@ class Restorer:
             if agreed:
                 assert ready is not None
                 with self._tracer.span("load", shard):
-                    ready.load()
-                return order, self._restored(order, ready.brought, started_s)
+                    assigned_bytes = ready.load()
+                return order, self._restored(order, ready.brought, assigned_bytes, started_s)
         raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
 
     def find(self, wanted: Wanted) -> tuple[Order, Found | None]:
@@ -242,7 +250,7 @@ class Restorer:
             with self._tracer.span("bring", order.header.shard):
                 brought = self._bringer.bring(order, state)
             with self._tracer.span("check", order.header.shard):
-                load = check(state, brought.shard)
+                load = check(state, brought.shard, assign=self._assign and brought.own)
         except StateMismatch as error:
             relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
@@ -253,7 +261,9 @@ class Restorer:
             return None, Outcome("bad", f"rank {rank}: {error}")
         return _Ready(brought, load), Outcome("ok", "")
 
-    def _restored(self, order: Order, brought: Brought, started_s: float) -> Restored:
+    def _restored(
+        self, order: Order, brought: Brought, assigned_bytes: int, started_s: float
+    ) -> Restored:
         assert order.header is not None
         generation = order.header.shard.generation
         if brought.reseeded:
@@ -277,4 +287,5 @@ class Restorer:
             reprotection=SaveHandle(generation, generation.step),
             saved_by=order.header.world_size,
             reseeded=brought.reseeded,
+            assigned_bytes=assigned_bytes,
         )

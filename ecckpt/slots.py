@@ -52,8 +52,7 @@ class Slots:
 
     def _payload(self, slot: wire.Slot, payload_bytes: int, *, to_write: bool) -> memoryview:
         start = slot.payload_offset
-        if start + payload_bytes > slot.file_bytes:
-            raise CorruptFragment(f"{payload_bytes} bytes into a slot of {slot.file_bytes}")
+        _check_room(slot, payload_bytes)
         with self._lock:
             mapped = self._maps.pop(slot.region, None)
             if mapped is None:
@@ -72,7 +71,23 @@ class Slots:
             self._faulted_in.clear()
 
 
-def _map(slot: wire.Slot) -> memoryview:
+def private_payload(slot: wire.Slot, payload_bytes: int) -> memoryview:
+    """The payload of a slot, writable, in a mapping of its own; what is written stays in there.
+
+    Nobody may write to the slot from now on: that would show here. Its memory goes with the last
+    view, even if the agent has given it back long before. Raises what ``Slots.payload`` does.
+    """
+    begin = slot.payload_offset
+    _check_room(slot, payload_bytes)
+    return _map(slot, private=True)[begin : begin + payload_bytes]
+
+
+def _check_room(slot: wire.Slot, payload_bytes: int) -> None:
+    if slot.payload_offset + payload_bytes > slot.file_bytes:
+        raise CorruptFragment(f"{payload_bytes} bytes into a slot of {slot.file_bytes}")
+
+
+def _map(slot: wire.Slot, *, private: bool = False) -> memoryview:
     path = Path(slot.path)
     with path.open("r+b") as file:
         size_bytes = path.stat().st_size
@@ -80,4 +95,4 @@ def _map(slot: wire.Slot) -> memoryview:
             raise CorruptFragment(
                 f"slot {path} has {size_bytes} bytes, {slot.header.file_bytes} are needed"
             )
-        return map_file(file.fileno(), slot.file_bytes)
+        return map_file(file.fileno(), slot.file_bytes, private=private)

@@ -62,7 +62,7 @@ def test_its_folder_is_private(cluster1: LocalCluster) -> None:
 
 def test_peers_may_not_do_what_is_for_local_ranks(cluster1: LocalCluster) -> None:
     peer = AgentClient(cluster1.client("n0").node().address)
-    for verb in ("reserve", "stage", "protect", "watch", "fetch", "slot"):
+    for verb in ("reserve", "stage", "protect", "watch", "fetch", "slot", "assign"):
         status, body = _ask(peer, "POST", f"/v1/runs/test/{verb}", b"\x80")
         assert status == 403, verb
         assert b"Unix socket" in body

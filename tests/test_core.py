@@ -63,6 +63,28 @@ def test_a_slot_reserved_before_its_step_is_known_takes_what_fits(hands):
         hands.tell(wire.Stage(smaller, slot.region))  # once only
 
 
+def test_what_is_assigned_is_given_back_and_not_recycled(hands):
+    shard = scattering(hands)
+    slot = hands.ask(wire.Assign(shard))
+    assert slot == hands.ask(wire.Assign(shard))
+    assert {each.region.name for each in hands.took(act.Assign)} == {slot.region}
+    for index in range(5):
+        hands.ask(held(index))
+    hands.took(act.Recycle)  # parity
+    hands.ask(commit(generation(1, 11)))
+    assert hands.held() == []
+    assert [each.region.name for each in hands.took(act.Discard)] == [slot.region]
+    assert not hands.took(act.Recycle)
+
+
+def test_only_a_sealed_home_copy_is_assigned(hands):
+    slot = stage(hands)
+    with pytest.raises(InvalidMessage, match="still being staged"):
+        hands.tell(wire.Assign(slot.header.shard))
+    with pytest.raises(NotHeld):
+        hands.tell(wire.Assign(header(gen=OLD).shard))
+
+
 def test_each_rank_has_a_reserved_slot_of_its_own(hands):
     slots = [hands.ask(reserve(rank=rank)) for rank in (0, 1)]
     assert not hands.took(act.Discard)

@@ -51,6 +51,22 @@ def huge_kib():
     return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
 
 
+def test_what_is_written_to_a_private_mapping_stays_in_it():
+    with tmpfs_file() as descriptor:
+        shared, private = map_file(descriptor, SIZE), map_file(descriptor, SIZE, private=True)
+        private[:3] = b"own"
+        assert os.pread(descriptor, 3, 0) == bytes(3)
+        shared[:3] = b"all"
+        assert bytes(private[:3]) == b"own"
+        assert mapping_of(private)[0] % HUGE_PAGE_BYTES == 0
+        part = private[-3:]
+        del shared, private
+        gc.collect()
+        assert mapped_here()
+        del part
+        assert not mapped_here()
+
+
 def test_shared_and_unmapped_with_the_last_view():
     with tmpfs_file() as descriptor:
         one, other = map_file(descriptor, SIZE), map_file(descriptor, SIZE)

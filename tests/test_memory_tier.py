@@ -287,6 +287,19 @@ def test_a_discarded_region_never_comes_back(tier, root):
     assert take(tier, MIB) is not region
 
 
+def test_who_takes_over_an_assigned_region_knows_it(tier, root):
+    plain, assigned = take(tier, MIB), take(tier, MIB)
+    tier.assign(assigned)
+    assert (plain.assigned, assigned.assigned) == (False, True)
+    assert assigned.path.stat().st_mode & 0o777 == 0o600
+    later = MemoryTier(root, node="n1")
+    assert [later.adopt("test", each.path).assigned for each in (plain, assigned)] == [False, True]
+    with pytest.raises(AssertionError):
+        tier.recycle("test", assigned)
+    tier.discard("test", assigned)
+    assert files(root) == [plain.path.name]
+
+
 def test_void_leaves_no_superblock(tier):
     region = take(tier, 2 * PAGE)
     region.view[:] = b"x" * (2 * PAGE)

@@ -24,6 +24,7 @@ from ecckpt.placement import Node, parse_code, plan_placement
 from ecckpt.proving import ProofAhead, Prover
 from ecckpt.recovery import plan_recovery
 from ecckpt.slots import Slots
+from ecckpt.state import assigning
 from ecckpt.testing import LocalCluster
 from ecckpt.tracing import Tracer
 
@@ -42,10 +43,11 @@ def _stored(cluster: LocalCluster) -> State:
     return state
 
 
-def _restored(cluster: LocalCluster) -> tuple[Any, State]:
+def _restored(cluster: LocalCluster, *, assign: bool = False) -> tuple[Any, State]:
     blank = states_for(1, seed=0)
     with _world(cluster) as world:
-        (found,) = world.restore(blank)
+        (found,) = world.restore(blank, assign=assign)
+    assert (found.assigned_bytes > 0) == assign
     return found, blank[0]
 
 
@@ -66,6 +68,7 @@ def _between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list
         return order(leader, *arguments, **options)
 
     monkeypatch.setattr(bringing, "ProofAhead", Watched)
+    monkeypatch.setattr(assigning, "_LEAST_BYTES", 1)
     monkeypatch.setattr(Leader, "order", late)
     return begun
 
@@ -118,19 +121,21 @@ def _fetch(cluster: LocalCluster, header: Header) -> wire.Slot:
     return cluster.client("n0").fetch(wire.Fetch(header, 1, as_told(way.sources), 0, 30.0)).slot
 
 
+@pytest.mark.parametrize("assign", [False, True])
 def test_what_is_ordered_was_proven_while_rank_0_chose(
-    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch, assign: bool
 ) -> None:
     state = _stored(cluster1)
     _between(monkeypatch, lambda: None)
-    found, restored = _restored(cluster1)
+    found, restored = _restored(cluster1, assign=assign)
     assert (found.step, found.source, found.pulled_bytes) == (1, "home", 0)
     assert same_state(restored, state)
     assert _proofs(cluster1) == 1
 
 
+@pytest.mark.parametrize("assign", [False, True])
 def test_an_old_writer_that_goes_on_saving_meanwhile(
-    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch, assign: bool
 ) -> None:
     """Until what was proven is gone, and the newest lies in its place."""
     states = [states_for(1, seed=step)[0] for step in range(12)]
@@ -148,7 +153,7 @@ def test_an_old_writer_that_goes_on_saving_meanwhile(
                     break
 
         _between(monkeypatch, save_on)
-        found, restored = _restored(cluster1)
+        found, restored = _restored(cluster1, assign=assign)
     assert _slot(cluster1).region == proven.region
     assert (found.step, found.source) == (saved[-1], "home")
     assert same_state(restored, states[saved[-1]])
@@ -189,6 +194,15 @@ def test_the_same_shard_brought_to_the_same_place_again_is_proven_again(
     assert begun[0]._proof.result()[0] == proven
     assert (found.step, found.source) == (1, "peers")
     assert same_state(restored, state)
+
+
+def test_an_agent_that_is_started_again_meanwhile(
+    cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = _stored(cluster1)
+    _between(monkeypatch, lambda: cluster1.restart("n0"))
+    found, restored = _restored(cluster1, assign=True)
+    assert (found.step, found.source, same_state(restored, state)) == (1, "home", True)
 
 
 def test_what_has_rotted_is_reported_as_ever_and_had_from_peers(

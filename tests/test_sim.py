@@ -12,7 +12,7 @@ import pytest
 from ecckpt import archiving, counting, ordering, recovery
 from ecckpt.agent import disk as agent_disk
 from ecckpt.agent import gathering, hold, ledger, ledgers, protect
-from ecckpt.agent.actions import Recycle, Taking
+from ecckpt.agent.actions import Action, Recycle, Taking
 from ecckpt.blocks import Flags
 from ecckpt.counting import Count, Tell
 from ecckpt.generation import Generation
@@ -89,6 +89,27 @@ def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that is taken back is recycled: its trainer may still be writing."""
     monkeypatch.setattr(ledgers, "Discard", Recycle)
+
+
+def _recycles_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = ledgers.Ledgers._free
+
+    def recycled(self: ledgers.Ledgers, entry: ledger.Entry) -> list[Action]:
+        entry.region.assigned = False
+        return free(self, entry)
+
+    monkeypatch.setattr(ledgers.Ledgers, "_free", recycled)
+
+
+def _forgets_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is started does not know what the one before it has assigned."""
+    adopt = ledgers.Ledgers.adopt
+
+    def forgot(self: ledgers.Ledgers, entry: ledger.Entry) -> list[Action]:
+        entry.region.assigned = False
+        return adopt(self, entry)
+
+    monkeypatch.setattr(ledgers.Ledgers, "adopt", forgot)
 
 
 def _orders_another_generation_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +342,7 @@ DISKS = Faults(
     disk_slow_s=20.0,
 )
 RESTARTS = Faults(rank_kill_every_s=5.0)
+RESTARTS_OF_ALL = Faults(rank_kill_every_s=5.0, agent_kill_every_s=1.0)
 SLOW = Faults(late=0.5, late_s=4.0, rank_kill_every_s=3.0)
 LOSSES = Faults(host_loss_every_s=6.0, burst=1.0, away_s=3.0)
 ZOMBIES = Faults(rank_kill_every_s=6.0, rank_stall_every_s=1.0, stall_s=8.0)
@@ -348,6 +370,8 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
     (_takes_commits_of_fenced_writers, "fencing", ZOMBIES),
     (_believes_every_byte, "bytes", ROT),
     (_gives_slots_to_others_while_they_are_written, "bytes", SLEEPERS),
+    (_recycles_what_tensors_lie_in, "bytes", RESTARTS),
+    (_forgets_what_tensors_lie_in, "bytes", RESTARTS_OF_ALL),
     (_orders_another_generation_for_one_rank, "mixed", SLOW),
     (_takes_absence_for_loss, "recovery", LOSSES),
     (_spends_what_it_likes, "budget", NONE),

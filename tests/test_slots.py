@@ -10,7 +10,7 @@ from builders import header
 from ecckpt import wire
 from ecckpt.errors import CorruptFragment
 from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.slots import Slots
+from ecckpt.slots import Slots, private_payload
 
 HEADER = header()
 
@@ -65,6 +65,21 @@ def test_nothing_is_unmapped_in_the_background():
         slots.payload(made[4], 100)
         assert mapped() == ["2", "3", "4", "5"]
         slots.close()
+
+
+def test_a_private_payload_is_the_callers():
+    slots = Slots()
+    with regions(1) as (slot,):
+        private, shared = private_payload(slot, 100), slots.payload(slot, 100)
+        private[:] = bytes(range(100))
+        assert bytes(shared) == bytes(100)
+        slots.close()
+        del shared
+        assert mapped() == ["0"]
+        with pytest.raises(CorruptFragment, match="into a slot"):
+            private_payload(slot, slot.file_bytes)
+        del private
+        assert not mapped()
 
 
 def test_a_slot_that_is_too_small():

@@ -12,7 +12,7 @@ from test_mapping import tmpfs_file
 
 import ecckpt
 from ecckpt.mapping import map_file, mapping_of
-from ecckpt.state import devices, load, plan_shard, read_shard
+from ecckpt.state import check, devices, load, plan_shard, read_shard
 from ecckpt.testing import LocalCluster
 
 DEVICE = "cuda"
@@ -156,6 +156,15 @@ def test_an_optimizer_gets_its_state(room):
         assert torch.equal(one, two)
         for key, moment in state["optim"].state[one].items():
             assert torch.equal(moment, other["optim"].state[two][key])
+
+
+def test_nothing_is_assigned_to_a_gpu_or_in_place_of_pinned_memory(room):
+    ones = torch.ones(1 << 18)
+    live = {"gpu": torch.zeros(1 << 18, device=DEVICE), "pinned": torch.zeros(1 << 18).pin_memory()}
+    target = written({"gpu": ones.to(DEVICE), "pinned": ones}, room)
+    assert check(live, read_shard(target), assign=True)() == 0
+    assert live["pinned"].is_pinned()
+    assert all(each.eq(1).all() for each in live.values())
 
 
 def test_temporaries_do_not_add_up(room, monkeypatch):

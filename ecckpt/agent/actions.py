@@ -133,9 +133,16 @@ class Recycle:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Give a region back for good: somebody may still have it mapped and write to it."""
+    """Give a region back for good: somebody may still have it mapped."""
 
     run: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Mark a region as one that a process keeps, so that an agent after this one knows it."""
+
     region: Region
 
 
@@ -322,7 +329,7 @@ class Record:
     run: str
 
 
-Small = Seal | Recycle | Discard | Release | Borrow | Wake | Warn
+Small = Seal | Recycle | Discard | Assign | Release | Borrow | Wake | Warn
 Answer = Reply | Refuse
 Behind = Write | Remove | Record
 Large = Remember | Allocate | Encode | Pull | Gather | Post | Announce | Ask | Check | Behind
@@ -342,6 +349,7 @@ Request = (
     | wire.Forget
     | wire.Fence
     | wire.Fetch
+    | wire.Assign
     | wire.Guard
     | wire.Store
     | wire.Retain

@@ -105,6 +105,7 @@ class Application:
             "fetch": (wire.Fetch, agent.fetch),
             "guard": (wire.Guard, agent.guard),
             "slot": (ShardId, agent.slot),
+            "assign": (wire.Assign, agent.assign),
             "spans": (wire.Spans, agent.spans),
         }
 

@@ -20,6 +20,7 @@ from ecckpt.agent.actions import (
     Action,
     Allocate,
     Ask,
+    Assign,
     Begun,
     Behind,
     Check,
@@ -165,8 +166,8 @@ class Core:
                 actions = self._commit(request)
             case wire.Begin() | wire.Forget() | wire.Fence():
                 actions = self._fence(request)
-            case wire.Fetch():
-                actions = self._fetcher.start(request)
+            case wire.Fetch() | wire.Assign():
+                actions = self._asked_to_restore(request)
             case wire.Guard() | wire.Store() | wire.Retain():
                 actions = self._asked_behind(request, now_s)
         return actions
@@ -216,6 +217,13 @@ class Core:
         self.ledgers.look(run).check(timeline)
         staged = self.ledgers.stage(header, message.region)
         return [*staged, *self.ledgers.admit(run, timeline), Reply(wire.Done())]
+
+    def _asked_to_restore(self, request: wire.Fetch | wire.Assign) -> list[Action]:
+        if isinstance(request, wire.Fetch):
+            return self._fetcher.start(request)
+        home = self.home(request.shard)
+        home.region.assigned = True
+        return [Assign(home.region), Reply(slot_of(home.header, home.region))]
 
     def _commit(self, message: wire.Commit) -> list[Action]:
         ledger = self.ledgers.of(message.run)

@@ -25,6 +25,7 @@ from ecckpt.agent.actions import (
     Announce,
     Answer,
     Ask,
+    Assign,
     Begun,
     Behind,
     Borrow,
@@ -218,6 +219,8 @@ class Driver:
                 seal(entry)
             case Recycle() | Discard():
                 self._shelf.let_go(action)
+            case Assign(region):
+                self._shelf.tier.assign(region)
             case Release(run):
                 self._shelf.tier.release(run)
             case Borrow():

@@ -255,8 +255,9 @@ class Ledgers:
 
     def _free(self, entry: Entry) -> list[Action]:
         run = entry.header.shard.run
-        if entry.table is None:
-            return [Discard(run, entry.region)]  # its trainer may still be writing
+        # Its trainer may still be writing, or has tensors there.
+        if entry.table is None or entry.region.assigned:
+            return [Discard(run, entry.region)]
         return [Recycle(run, entry.region)]
 
     # -- looking ----------------------------------------------------------------------------------

@@ -134,6 +134,10 @@ class Agent:
         """Bring a shard here."""
         return cast(wire.Fetched, self._driver.ask(message))
 
+    def assign(self, message: wire.Assign) -> wire.Slot:
+        """The sealed home copy of a shard, for good."""
+        return cast(wire.Slot, self._driver.ask(message))
+
     def guard(self, message: wire.Guard) -> wire.Done:
         """Watch over the home copies here from now on."""
         return cast(wire.Done, self._driver.ask(message))

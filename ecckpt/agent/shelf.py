@@ -109,5 +109,5 @@ class Shelf:
         run = header.shard.run
         ledgers.of(run)  # before anything is counted for a run that cannot be
         for action in ledgers.adopt(Entry(header, self.tier.adopt(run, path), table)):
-            assert isinstance(action, Recycle)
+            assert isinstance(action, Recycle | Discard)
             self.let_go(action)

@@ -13,6 +13,7 @@ from ecckpt.agent.actions import (
     Allocate,
     Announce,
     Ask,
+    Assign,
     Borrow,
     Discard,
     Due,
@@ -82,7 +83,7 @@ class Agent(Actor):
             early_bytes=0,
         )
         for action in self.memory.adopt(self.core.ledgers):
-            assert isinstance(action, Recycle)
+            assert isinstance(action, Recycle | Discard)
             self._settle(action)
         self.host.cluster.witness.adopted(host, self.core.ledgers)
         self.hand = Hand(self, host.platter) if host.platter is not None else None
@@ -123,6 +124,8 @@ class Agent(Actor):
             case Recycle() | Discard():
                 self.host.cluster.witness.going(self.host, action)
                 self.memory.let_go(action)
+            case Assign(region):
+                self.memory.assigned.add(region.name)
             case Borrow():
                 self.memory.borrow(action)
             case Wake(at_s, task):

@@ -21,6 +21,7 @@ class Memory:
     def __init__(self, node: str) -> None:
         self.node = node
         self.files: dict[str, Region] = {}
+        self.assigned: set[str] = set()  # names of files that are marked
         self.notes: dict[str, Notes] = {}
         self.full = False
         self.used_bytes: dict[str, int] = {}
@@ -84,6 +85,7 @@ class Memory:
             run = entry.header.shard.run
             self._accounts.adopt(run, region)
             self.used_bytes[run] = self.used_bytes.get(run, 0) + region.size_bytes
+            region.assigned = name in self.assigned
             actions += ledgers.adopt(entry)
         return actions
 

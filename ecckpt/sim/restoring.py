@@ -30,6 +30,7 @@ from ecckpt.sim.world import Failure, Steps, sleep
 
 if TYPE_CHECKING:
     from ecckpt.sim.rank import Rank
+    from ecckpt.tiers.memory import Region
 
 _KNOWN_TIMEOUT_S = 1.0
 
@@ -40,6 +41,7 @@ class Restorer:
     def __init__(self, rank: Rank) -> None:
         self._rank, self._host, self._session = rank, rank.host, rank.session
         self._leader = Leader(rank)
+        self._assigned: Region | None = None
 
     def run(self) -> Steps:
         """Restore with the others; returns the step to go on with."""
@@ -66,6 +68,8 @@ class Restorer:
             if (yield from session.decide(rank, f"{attempt}/verdict", outcome, lead)):
                 start = Start(order.timeline, session.name, session.ranks)
                 session.truth.loaded(start, rank.rank, generation, parts or [])
+                if self._assigned is not None:
+                    session.truth.assigned(self._assigned)
                 rank.parent = generation
                 self._begin_archive(order)
                 if order.repair:
@@ -138,7 +142,11 @@ class Restorer:
         return False
 
     def _proven(self, header: Header) -> Steps:
-        """The shard's bytes at home, every block checked."""
+        """The shard's bytes at home, every block checked; every other rank keeps them there."""
+        self._assigned = None
+        if self._rank.rank % 2:
+            slot = yield self._rank.own(wire.Assign(header.shard))
+            self._assigned = self._host.memory.files.get(slot.path)
 
         def look(agent: Any) -> bytes:
             home = agent.core.home(header.shard)

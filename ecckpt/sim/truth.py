@@ -82,6 +82,7 @@ class Truth:
         self._begun_at: Generation | None = None
         self._decided: Generation | None = None  # to go on from, which agents may know before us
         self._loaded: dict[Start, Loaded] = {}
+        self._assigned: set[Region] = set()
 
     # -- what agents do ---------------------------------------------------------------------------
 
@@ -94,6 +95,9 @@ class Truth:
 
     def going(self, host: Host, action: Recycle | Discard) -> None:
         """A region is about to be given up: the safe generation must not need it."""
+        if isinstance(action, Recycle) and action.region in self._assigned:
+            text = f"{host.node} recycles {action.region.name}, where tensors of a rank lie"
+            raise Violation("bytes", text)
         piece = self._pieces.find(host.node, action.region.name)
         if piece is None:
             return
@@ -310,6 +314,10 @@ class Truth:
                 text = f"{start} has {loaded.bytes} of {loaded.saved_bytes} bytes"
                 raise Violation("bytes", text)
             self.counts.reshaped += self._ranks[generation] != start.ranks
+
+    def assigned(self, region: Region) -> None:
+        """A rank has tensors in there: it may be given back, and never taken again."""
+        self._assigned.add(region)
 
     def decides(self, timeline: int, generation: Generation, *, on_purpose: bool) -> None:
         """All ranks can have it, and agents are about to hear that they go on from it.

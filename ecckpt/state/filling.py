@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ecckpt.copying import COPY_THREADS, copy_many
+from ecckpt.state.assigning import Assigner
 from ecckpt.state.devices import Pair, SideCopies, gpu_of
 from ecckpt.state.sharding import is_dtensor, local_tensor, rebuild_dtensor
 from ecckpt.state.stored import StoredTensor
@@ -22,9 +23,13 @@ _address_of, _bytes_of = attrgetter("address"), attrgetter("form.size_bytes")
 
 
 class Fills:
-    """Live tensors and the saved ones that go into them, collected and then copied together."""
+    """Live tensors and the saved ones that go into them, collected and then copied together.
 
-    def __init__(self) -> None:
+    With an ``assigner``, what it can is not copied.
+    """
+
+    def __init__(self, assigner: Assigner | None = None) -> None:
+        self._assigner = assigner
         self._unusual: list[tuple[torch.Tensor, StoredTensor]] = []
         self._plain: list[torch.Tensor] = []
         self._sources: list[StoredTensor] = []
@@ -48,8 +53,14 @@ class Fills:
         self._addresses += addresses
         self._sources += sources
 
+    def assigned(self, stored: StoredTensor) -> torch.Tensor | None:
+        """A new tensor that is ``stored`` and needs no copy, if there can be one."""
+        return None if self._assigner is None else self._assigner.new(stored)
+
     def run(self) -> None:
-        """Copy everything that was noted."""
+        """Copy everything that was noted, or assign it."""
+        if self._assigner is not None:
+            self._move_plain(self._assigner)
         on_gpus: list[Pair] = []
         others: list[Pair] = []
         for target, stored in self._unusual:
@@ -62,6 +73,21 @@ class Fills:
             self._copy_plain()
         for noted in (self._unusual, self._plain, self._sources, self._addresses):
             noted.clear()
+
+    def _move_plain(self, assigner: Assigner) -> None:
+        moved: dict[int, torch.Tensor] = {}  # one that has several names is here several times
+        left = []
+        for index, (target, stored) in enumerate(zip(self._plain, self._sources, strict=True)):
+            if id(target) in moved:
+                continue
+            if assigner.move(target, stored):
+                moved[id(target)] = target
+            else:
+                left.append(index)
+        torch.autograd.graph.increment_version(list(moved.values()))
+        self._plain = [self._plain[index] for index in left]
+        self._sources = [self._sources[index] for index in left]
+        self._addresses = [self._addresses[index] for index in left]
 
     def _copy_plain(self) -> None:
         columns = map(_address_of, self._sources), self._addresses, map(_bytes_of, self._sources)
@@ -77,10 +103,13 @@ class Fills:
 def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) -> torch.Tensor:
     """A tensor for a copy of ``stored`` that outlives the shard, where ``like`` is (None: the CPU).
 
-    It is empty until ``fills`` are run. If it is a part of a global tensor, ``like`` must be a
-    DTensor sharded in the same way.
+    It is empty until ``fills`` are run, unless they assign it. If it is a part of a global tensor,
+    ``like`` must be a DTensor sharded in the same way.
     """
-    device = "cpu" if like is None else like.device
+    device = torch.device("cpu") if like is None else like.device
+    assigned = fills.assigned(stored) if device.type == "cpu" else None
+    if assigned is not None:
+        return assigned
     made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
     if stored.sharding is None:
         fills.add(made, stored)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ecckpt.errors import StateMismatch, UnsupportedState
+from ecckpt.state.assigning import Assigner
 from ecckpt.state.columns import TOGETHER
 from ecckpt.state.filling import Fills
 from ecckpt.state.matching import Filled, Pair, matching
@@ -37,15 +38,17 @@ class Fit:
     """The problems found and the steps prepared, while a live state is walked.
 
     ``likes`` are the live tensors that saved ones go into, or are made like, by the latter's name.
+    ``assigner``: what has tensors that need not be copied, if anybody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, assigner: Assigner | None = None) -> None:
+        self.assigner = assigner
         self.likes: dict[str, torch.Tensor] = {}
         self.shardings = Shardings()
         self._problems: list[str] = []
         self._waiting: list[Pair] = []
         self._filled = Filled(self.shardings)
-        self._fills = Fills()
+        self._fills = Fills(assigner)
         self._steps: list[tuple[Phase, Callable[[], object]]] = []
 
     @property

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ecckpt.collector import collector_paused
 from ecckpt.errors import UnsupportedState
+from ecckpt.state.assigning import Assigner
 from ecckpt.state.fit import Fit, Phase
 from ecckpt.state.modules import fit_module
 from ecckpt.state.optimizers import fit_optimizer, is_optimizer_state
@@ -31,20 +32,31 @@ from ecckpt.state.stored import (
 from ecckpt.state.tensors import PLAIN_TYPES
 from ecckpt.state.tree import Stateful, check_root, holds, is_live, is_stateful
 from ecckpt.state.values import kind_name
+from ecckpt.state.views import Views
 
 Put = Callable[[Any], object]
 
 
-def check(state: dict[Any, Any], shard: Shard) -> Callable[[], None]:
+def check(state: dict[Any, Any], shard: Shard, *, assign: bool = False) -> Callable[[], int]:
     """See whether ``shard`` fits ``state``; returns what restores it, to be called once.
 
     Changes nothing, and neither may change before that call. Raises ``StateMismatch``, listing
     every path that does not fit.
+
+    To ``assign``, the caller gives the shard's buffer away, which is writable: tensors that can be
+    lie in there from then on instead of being copied. What restores returns how many bytes do.
     """
+    views = shard.tensors
+    assigner = Assigner(views.buffer) if assign and isinstance(views, Views) else None
     with collector_paused():
-        fit = _fit(state, shard)
+        fit = _fit(state, shard, assigner=assigner)
     fit.require()
-    return fit.run
+
+    def run() -> int:
+        fit.run()
+        return 0 if assigner is None else assigner.assigned_bytes
+
+    return run
 
 
 def load(state: dict[Any, Any], shard: Shard) -> None:
@@ -66,9 +78,15 @@ def survey(state: dict[Any, Any], shard: Shard) -> dict[str, torch.Tensor]:
     return _fit(state, shard, with_data=False).likes
 
 
-def _fit(state: dict[Any, Any], shard: Shard, *, with_data: bool = True) -> Fit:
+def _fit(
+    state: dict[Any, Any],
+    shard: Shard,
+    *,
+    with_data: bool = True,
+    assigner: Assigner | None = None,
+) -> Fit:
     check_root(state)
-    fit = Fit()
+    fit = Fit(assigner)
     try:
         tree = resolve(shard.tree(), fit.problem)
         _Walk(fit, shard.seed, with_data=with_data).node(state, tree, (), lambda _: None)

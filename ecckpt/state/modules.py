@@ -12,6 +12,7 @@ from ecckpt.state.paths import Path
 from ecckpt.state.rebuilding import rebuilding
 from ecckpt.state.sharding import is_dtensor, local_tensor
 from ecckpt.state.stored import StoredTensor, stored_name
+from ecckpt.state.tensors import PLAIN_TYPES, Part, memory_key
 
 _EXTRA_STATE = "_extra_state"  # torch's own suffix, for what get_extra_state() returns
 
@@ -30,7 +31,7 @@ def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
     same_keys = fit.keys(live.keys(), stored.keys(), path)
     in_place = _is_own_memory(live, module)
     if in_place and same_keys:
-        fit.tensors(live, stored, path)
+        fit.tensors(live if fit.assigner is None else _owners(live, module), stored, path)
         return
     tensors = fit if in_place else Fit()  # filling copies would restore nothing
     for key, value in live.items():
@@ -53,6 +54,26 @@ def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
         module.load_state_dict(rebuilt)
 
     fit.later(Phase.TREE, load)
+
+
+def _owners(live: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The module's own tensors instead of what only shares their memory."""
+    owners: dict[str, torch.Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return {
+        key: owners[key] if key in owners and _is_same(value, owners[key]) else value
+        for key, value in live.items()
+    }
+
+
+def _is_same(value: Any, owner: torch.Tensor) -> bool:
+    both = (value, owner)
+    if not all(type(each) in PLAIN_TYPES and each.layout is torch.strided for each in both):
+        return False
+    key, other = (memory_key(Part(each, None)) for each in both)
+    return key is not None and key == other
 
 
 def _is_own_memory(live: dict[str, Any], module: nn.Module) -> bool:

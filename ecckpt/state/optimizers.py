@@ -72,11 +72,12 @@ def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit:
         same = follows and param is not None and param.shape == tensor.shape
         return param if tensor.sharding or same else None
 
-    rebuild = rebuilding(fit, stored, find, path)
+    # torch keeps the tensors that it is given, unless it casts or moves them.
+    rebuild = rebuilding(fit, stored, find, path, fit.assigner)
 
     def load() -> None:
         optimizer.load_state_dict(rebuild())
-        _undo_casts(optimizer, stored["state"], params)
+        _undo_casts(optimizer, stored["state"], params, Fills(fit.assigner))
 
     fit.later(Phase.OPTIMIZER, load)
 
@@ -97,9 +98,8 @@ def _fit_entry(live: dict[str, Any], stored: dict[str, Any], path: Path, fit: Fi
                 fit.same_form(value, part.local, tensor, (*path, key))
 
 
-def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params) -> None:
+def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params, fills: Fills) -> None:
     """``load_state_dict`` casts state to its parameter's dtype: bfloat16 for float32 moments."""
-    fills = Fills()
     for number, entry in stored.items():
         live = optimizer.state.get(params[number]) if number in params else None
         if live is None or not isinstance(entry, dict):

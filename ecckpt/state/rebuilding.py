@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ecckpt.state.assigning import Assigner
 from ecckpt.state.filling import Fills, fresh_tensor
 from ecckpt.state.fit import Fit
 from ecckpt.state.paths import Path
@@ -16,11 +17,14 @@ from ecckpt.state.stored import StoredTensor, replace_tensors
 Find = Callable[[StoredTensor, Path], torch.Tensor | None]
 
 
-def rebuilding(fit: Fit, node: Any, find: Find, path: Path) -> Callable[[], Any]:
+def rebuilding(
+    fit: Fit, node: Any, find: Find, path: Path, assigner: Assigner | None = None
+) -> Callable[[], Any]:
     """Fit a saved tree that will be handed to ``load_state_dict``.
 
     ``find(stored, path)`` gives the live tensor that tells device and mesh, or None. The
-    function returned makes the tree, each time with new tensors.
+    function returned makes the tree, each time with new tensors, with an ``assigner`` those that it
+    has.
     """
 
     def check(stored: StoredTensor, at: Path) -> None:
@@ -34,7 +38,7 @@ def rebuilding(fit: Fit, node: Any, find: Find, path: Path) -> Callable[[], Any]
             fit.problem(at, f"saved as a whole tensor, here {here}")
 
     def rebuilt() -> Any:
-        fills = Fills()
+        fills = Fills(assigner)
 
         def make(stored: StoredTensor, at: Path) -> torch.Tensor:
             return fresh_tensor(stored, find(stored, at), fills)

@@ -27,7 +27,8 @@ from ecckpt.state.stored import StoredTensor, TensorForm
 class Views(Mapping[str, torch.Tensor]):
     """Tensors by name. The buffer must outlive the views and stay unchanged; it is kept alive."""
 
-    _data: torch.Tensor  # all bytes of the shard
+    buffer: memoryview  # all bytes of the shard
+    _data: torch.Tensor  # the same
     _forms: Sequence[TensorForm]
     _begins: Sequence[int]  # in the shard
     _index: dict[str, int]
@@ -44,7 +45,7 @@ class Views(Mapping[str, torch.Tensor]):
             data = torch.frombuffer(buffer, dtype=torch.uint8)
         index = dict(zip(header.names[:-1], range(len(header.names)), strict=False))
         begins = (header.begins + header.data_start).tolist()
-        views = cls(data, tensor_forms(header, notes), begins, index)
+        views = cls(buffer, data, tensor_forms(header, notes), begins, index)
         for name, sharding in notes.shardings.items():
             form = views.form(name) if name in index else None
             rank = len(sharding.shape) if sharding.coordinate is not None else None
@@ -86,7 +87,9 @@ class Views(Mapping[str, torch.Tensor]):
     def with_aliases(self, aliases: Mapping[str, str]) -> Views:
         """The same tensors, some under other names too."""
         more = {alias: self._index[name] for alias, name in aliases.items()}
-        return Views(self._data, self._forms, self._begins, self._index | more, self._made)
+        return Views(
+            self.buffer, self._data, self._forms, self._begins, self._index | more, self._made
+        )
 
     def stored(self, names: Sequence[str], shardings: Mapping[str, Sharding]) -> list[StoredTensor]:
         """The nodes of a saved tree that stand for these tensors."""

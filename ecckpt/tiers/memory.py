@@ -26,19 +26,23 @@ from ecckpt.tiers.hugepages import HugePages
 
 _ZEROS = bytes(1 << 20)
 _USE_BITS = 62
+# The sticky bit means nothing for a file: it is what tells the next agent, and changes no access.
+_ASSIGNED_MODE = stat.S_IRUSR | stat.S_IWUSR | stat.S_ISVTX
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Region:
     """One file of the tier, mapped for as long as the object lives.
 
-    ``use`` is another number each time that somebody takes it, in any process.
+    ``use`` is another number each time that somebody takes it, in any process. One that is
+    ``assigned`` is what somebody's tensors lie in: nobody writes to it, and it is never recycled.
     """
 
     path: Path
     size_bytes: int
     view: memoryview = field(repr=False)
     use: int = 0
+    assigned: bool = False
 
     @property
     def name(self) -> str:
@@ -100,16 +104,22 @@ class MemoryTier:
             return region
 
     def recycle(self, run: str, region: Region) -> None:
-        """Give a region up for the next taker. Nobody may write to it any more."""
+        """Give a region up for the next taker. Nobody may write to it any more, or read it."""
+        assert not region.assigned, region
         void(region)
         with self._lock:
             self._accounts.keep(run, region)
 
     def discard(self, run: str, region: Region) -> None:
-        """Give a region up for good: somebody may still have it mapped and write to it."""
+        """Give a region up for good: somebody may still have it mapped."""
         region.path.unlink(missing_ok=True)
         with self._lock:
             self._accounts.release(run, region.size_bytes)
+
+    def assign(self, region: Region) -> None:
+        """Have a region in use ``assigned``, and whoever adopts it know that."""
+        region.path.chmod(_ASSIGNED_MODE)
+        region.assigned = True
 
     def release(self, run: str) -> None:
         """Give the spare regions of a run back to the system."""
@@ -124,8 +134,10 @@ class MemoryTier:
 
     def adopt(self, run: str, path: Path) -> Region:
         """Take over a region that an earlier agent left."""
-        region = _map(path, path.stat().st_size)
+        status = path.stat()
+        region = _map(path, status.st_size)
         region.use = next(self._uses)
+        region.assigned = bool(status.st_mode & stat.S_ISVTX)
         self._huge_pages.want(region)
         with self._lock:
             self._accounts.adopt(run, region)

@@ -16,7 +16,7 @@ from ecckpt.wire.coding import (
 from ecckpt.wire.disks import Block, Piece, Retain, Store, Stored, Verified, Verify
 from ecckpt.wire.nodes import Done, NodeInfo, Refusal
 from ecckpt.wire.repairs import Guard, Member, Presence, Probe, Repair
-from ecckpt.wire.restores import Begin, Fence, Fetch, Fetched, Forget, Sources
+from ecckpt.wire.restores import Assign, Begin, Fence, Fetch, Fetched, Forget, Sources
 from ecckpt.wire.saves import (
     Commit,
     Held,
@@ -36,6 +36,7 @@ __all__ = [
     "MESSAGE_LIMIT_BYTES",
     "PROTOCOL_VERSION",
     "REQUEST_LIMIT_BYTES",
+    "Assign",
     "Begin",
     "Block",
     "Commit",

@@ -19,7 +19,7 @@ from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.generation import Generation
 from ecckpt.headers import Headers
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecckpt.fragment import Header
-from ecckpt.generation import Generation
+from ecckpt.generation import Generation, ShardId
 from ecckpt.lineage import RollBack
 from ecckpt.wire.saves import Slot
 
@@ -72,3 +72,13 @@ class Fetched:
     pulled_bytes: int
     rebuilt_fragments: int
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """A rank's tensors will lie in the sealed home copy: it is never written to again.
+
+    Whatever becomes of the shard, and of the agent. Asked again, it is answered again.
+    """
+
+    shard: ShardId
