@@ -56,6 +56,20 @@ def test_values_may_change_their_kind_and_types_of_keys_follow_the_save():
     assert (live["x"], live["l"]) == ({"a": 1}, [3])
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_tensors_of_inference_mode_are_filled_inside_and_outside_of_it(inside):
+    with torch.inference_mode():
+        live = {"w": torch.zeros(3), "model": nn.Linear(2, 2), "t": torch.zeros(2, 3).t()}
+    live["plain"] = torch.zeros(2)
+    saved = {"w": torch.ones(3), "model": nn.Linear(2, 2), "t": torch.rand(3, 2)}
+    saved["plain"] = torch.ones(2)
+    with torch.inference_mode(inside):
+        load(live, shard_of(saved))
+    assert all(torch.equal(live[name], saved[name]) for name in ("w", "t", "plain"))
+    assert torch.equal(live["model"].weight, saved["model"].weight)
+    assert [live[name].is_inference() for name in ("w", "t", "plain")] == [True, True, False]
+
+
 def test_a_state_of_values_only():
     live = {"a": 1, "gone": 2}
     load(live, shard_of({"a": [1], "b": {}}))

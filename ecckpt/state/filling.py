@@ -65,7 +65,8 @@ class Fills:
         others: list[Pair] = []
         for target, stored in self._unusual:
             if target.numel():
-                (others if gpu_of(target) is None else on_gpus).append((target, stored.data))
+                beside = gpu_of(target) is not None and not target.is_inference()
+                (on_gpus if beside else others).append((target, stored.data))
         with SideCopies() as copies:
             copies.to_gpus([collapse(target, source) for target, source in on_gpus])
             for target, source in others:

@@ -78,7 +78,8 @@ def is_raw(local: torch.Tensor) -> bool:
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target``, of the same shape and dtype, on any device."""
-    with torch.no_grad():
+    # Tensors that were made in inference mode can be written to in there only.
+    with torch.no_grad(), torch.inference_mode(target.is_inference()):
         written, read = collapse(target, source)
         written.copy_(read)
 
