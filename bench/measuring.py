@@ -17,6 +17,7 @@ HUGE_PAGE_BYTES = 2 << 20
 SLOW_ROUNDS = 3
 _SPARED_BYTES = 2 << 30
 _TOUCHED_LIMIT_BYTES = 32 << 30
+_CALM_S, _CALM_LIMIT_S, _CALM_CPUS = 1.0, 6.0, 0.1
 
 # Runs something and returns how many seconds of it count.
 Timed = Callable[[], float]
@@ -99,6 +100,17 @@ def others_cpus(run: Callable[[], None]) -> float:
     busy_before_s, start_s = busy_s(), time.perf_counter()
     run()
     return (busy_s() - busy_before_s) / (time.perf_counter() - start_s)
+
+
+def await_calm() -> None:
+    """Wait until others, and the kernel, have had little to do for a second; for six at most.
+
+    A virtual machine may give memory that was freed a moment ago back to its host: kernel threads
+    do that, and take a second or two of the CPUs for what a bench's lost nodes had.
+    """
+    deadline_s = time.monotonic() + _CALM_LIMIT_S
+    while others_cpus(lambda: time.sleep(_CALM_S)) > _CALM_CPUS and time.monotonic() < deadline_s:
+        pass
 
 
 def ratio(case: Case, base: Case) -> float:

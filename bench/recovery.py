@@ -14,7 +14,8 @@ One rank with 256 MiB of CPU tensors on 11 real agents of this machine, RS(8, 2)
   that only pulls the shard's bytes from eight nodes, into memory that it has touched before and
   into fresh memory, which is all that a new node has.
 
-Ratios are medians over the rounds of times in the same round.
+Each begins when the machine is calm: kernel threads give memory that was freed a moment ago back to
+a VM's host. Ratios are medians over the rounds of times in the same round.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 
 import ecckpt
+from bench.measuring import await_calm
 from bench.pulling import Pull, Pullers
 from bench.save import STATE_BYTES, gpt_state
 from ecckpt.client import AgentClient
@@ -114,6 +116,7 @@ def protect(
     with checkpointer(cluster, home) as ckpt:
         ckpt.restore(state)
         for each in range(2):  # the second one finds every slot made and mapped
+            await_calm()
             handle = ckpt.save(step + each, state, patience_s=120)
             handle.wait(120)
         if handle.held != HOLDERS:
@@ -182,6 +185,7 @@ def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]
         home = cluster.nodes[0]
         for turn in range(rounds + 1):
             seconds = protect(cluster, home, 2 * turn, state, pullers)
+            await_calm()  # no process that died is back within a second
             seconds["restore, process died"] = restore(cluster, home, state, "home")
             seconds |= assigned(cluster, home, state)
             seconds["memcpy"] = min(memcpy_s(source, target) for _ in range(3))
@@ -190,10 +194,12 @@ def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]
             )
             seconds["ask who they are"] = least_requests_s(cluster)
             home = lose(cluster, home, COPIES)
+            await_calm()
             seconds["pull shard"] = pullers.seconds(plain_restore(cluster))
             seconds["pull shard, fresh memory"] = pullers.seconds(
                 plain_restore(cluster), fresh=True
             )
+            await_calm()
             seconds["restore, 3 nodes lost"] = restore(cluster, home, state, "peers")
             for kind, each in expected.items():
                 assert all(torch.equal(state[kind][name], tensor) for name, tensor in each.items())
