@@ -1,8 +1,9 @@
 """All benches, one after another: ``python -m bench [--quick] [--record]``.
 
 Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with
-all that they measured is appended to ``bench/results.jsonl``, and the charts in ``docs/`` are drawn
-anew (bench/chart.py). For a machine with nothing else to do; it takes about ten minutes.
+all that they measured is appended to ``bench/results.jsonl``, a row with the most telling of it to
+``bench/README.md``, and the charts in ``docs/`` are drawn anew (bench/chart.py). For a machine with
+nothing else to do; it takes about 20 minutes.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def main() -> None:
         row = {"date": today, "machine": record.machine(), "versions": record.versions(), **found}
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        if not arguments.quick:
+            record.add_run(row)
         chart.draw(row)
 
 

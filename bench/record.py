@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "bench" / "README.md"
@@ -75,6 +77,29 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+_RUNS_END = "<!-- the next run comes here -->"
+
+
+def add_run(row: Mapping[str, Any]) -> None:
+    """Add a run of all benches to the README's table of them: what it measured in few numbers."""
+    recovery, ways = row["recovery"], row["training"]["ways"]
+    zfec = row.get("recovery, zfec", {})
+    figures = (
+        row["save"]["stall_over_memcpy"],
+        recovery["protect / pull fragments"],
+        zfec and zfec["protect"] / recovery["protect"],
+        recovery["restore, process died / memcpy"],
+        recovery["restore, 3 nodes lost / pull shard"],
+        recovery["restore, 3 nodes lost / pull shard, fresh memory"],
+        ways["agents on another CPU"]["wall"],
+        row["planning"]["all_s"],
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+    cells = [row["date"], row["machine"], versions, *(f"{f:.2f}" if f else "" for f in figures)]
+    line = f"| {' | '.join(cells)} |\n"
+    README.write_text(README.read_text().replace(_RUNS_END, line + _RUNS_END))
 
 
 COLUMNS = ("encode", "encode + CRC", "copy + encode + CRC", "limit: encode without arithmetic")
