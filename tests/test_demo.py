@@ -40,8 +40,10 @@ def test_losing_as_many_nodes_as_promised_ends_bit_identical() -> None:
 def test_losing_more_tells_that_nothing_is_left() -> None:
     status, lines, errors = _demo("--nodes=2", "--code=1+0", "--lose=2", "--steps=6", "--json")
     assert status == 1, "\n".join(lines) + errors
-    outcome = json.loads(lines[-1])
+    outcome = json.loads(lines[-1], parse_constant=pytest.fail)  # NaN is no JSON
     assert outcome["restored_step"] is None
+    assert outcome["restore_s"] is None
+    assert any(line.split() == ["time", "to", "restore", "-", "s"] for line in lines)
     assert outcome["bit_identical"] is False
     assert any("nothing is left" in line for line in lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import statistics
 import sys
@@ -206,8 +205,9 @@ def _outcome(
     lost: list[str],
     restored: Generation | None,
 ) -> dict[str, Any]:
-    stall_s = statistics.median(story.stalls_s) if story.stalls_s else math.nan
-    copy_s = statistics.median(story.copies_s) if story.copies_s else math.nan
+    # What there was none of is null in JSON, which knows no NaN.
+    stall_s = statistics.median(story.stalls_s) if story.stalls_s else None
+    copy_s = statistics.median(story.copies_s) if story.copies_s else None
     return {
         "nodes": nodes,
         "code": f"{code.k}+{code.m}",
@@ -217,9 +217,9 @@ def _outcome(
         "bit_identical": False,
         "sources": dict(Counter(story.sources.values())),
         "save_stall_s": stall_s,
-        "stall_over_memcpy": stall_s / copy_s,
-        "protected_s": max(story.protected_s, default=math.nan),
-        "restore_s": max(story.restores_s, default=math.nan),
+        "stall_over_memcpy": stall_s / copy_s if stall_s is not None and copy_s else None,
+        "protected_s": max(story.protected_s, default=None),
+        "restore_s": max(story.restores_s, default=None),
     }
 
 
@@ -231,10 +231,10 @@ def _table(story: Story, outcome: dict[str, Any]) -> None:
         "went back to": "nothing was left" if restored is None else f"step {restored}",
         "steps lost": str(outcome["lost_steps"]),
         "state came from": ranks or "-",
-        "save stall": f"{1e3 * outcome['save_stall_s']:.1f} ms, "
-        f"{outcome['stall_over_memcpy']:.1f} x one copy of these few MB",
-        "time to protected": f"{outcome['protected_s']:.2f} s",
-        "time to restore": f"{outcome['restore_s']:.2f} s",
+        "save stall": f"{_shown(outcome['save_stall_s'], '.3f')} s, "
+        f"{_shown(outcome['stall_over_memcpy'], '.1f')} x one copy of these few MB",
+        "time to protected": f"{_shown(outcome['protected_s'], '.2f')} s",
+        "time to restore": f"{_shown(outcome['restore_s'], '.2f')} s",
         "losses and weights": "bit-identical to the undisturbed training"
         if outcome["bit_identical"]
         else "NOT shown to be identical",
@@ -244,3 +244,7 @@ def _table(story: Story, outcome: dict[str, Any]) -> None:
     for name, value in rows.items():
         print(f"  {name:{width}}  {value}")
     print(flush=True)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
