@@ -163,7 +163,7 @@ class StoreMeeting:
         deadline_s += min(_GRACE_S, 4 * timeout_s)
         answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
         if answer == _SEE_ALL:
-            answer = self._mine.get(f"{tag}/out/all")
+            answer = self._read(tag, [f"{tag}/out/all"], deadline_s, timeout_s, ranks=[0])[0]
         return _open_answer(answer)
 
     def add(self, key: str, amount: int) -> int:
