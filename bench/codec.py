@@ -27,8 +27,8 @@ from bench.measuring import (
     take_turns,
     wall_clock,
 )
-from ecckpt.codec import Codec, engines
-from ecckpt.fragment import BLOCK_BYTES, fragment_bytes_for
+from ecckpt.coding.reed_solomon import Codec, engines
+from ecckpt.format.fragment_file import BLOCK_BYTES, fragment_bytes_for
 
 DATA_BYTES = 256 << 20  # one memcpy of this bypasses the caches; a smaller one is much slower
 CODES = ((4, 2), (8, 2), (8, 4), (10, 4), (16, 4), (32, 8))

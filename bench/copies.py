@@ -30,7 +30,7 @@ from bench.measuring import Timed, timed
 from bench.pulling import Pullers
 from bench.recovery import COPIES, NODES, checkpointer, plain_pulls
 from bench.save import STATE_BYTES, WARM_UP_ROUNDS, state_of
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 ROUNDS = 3
 

@@ -36,7 +36,7 @@ from bench.measuring import Timed
 from bench.recovery import COPIES, NODES, K, M, checkpointer, lose
 from bench.recovery import restore as restored_s
 from bench.save import WARM_UP_ROUNDS, state_of
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 SIZES_MIB = (64, 256, 1024)
 PEERS_MIB = 256

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import ecckpt
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 RUN = "bench"
 WARM = 8

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import ecckpt
 from bench.save import WARM_UP_ROUNDS, even_state
 from bench.usage import cpu_s
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 # Between saves, as in training: meanwhile agents without ranks are told of the commit, which a save
 # right after it would wait for.

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import zfec
 
-from ecckpt import gf256
-from ecckpt.codec import engines
+from ecckpt.coding import gf256
+from ecckpt.coding.reed_solomon import engines
 
 AHEAD_BYTES = (256, 512, 1024, 1536, 2048)
 TRIALS = 3

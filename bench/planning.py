@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ecckpt import wire
-from ecckpt.client import AgentClient
-from ecckpt.cluster import Cluster
-from ecckpt.collector import collector_paused
-from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
-from ecckpt.generation import Generation, ShardId
-from ecckpt.headers import Headers
-from ecckpt.leading import Leader
-from ecckpt.ordering import Ground, Order, Wanted, orders
-from ecckpt.placement import Node, Placement, parse_code, plan_placement
-from ecckpt.recovery import Inventory, on_disk, plan_recovery
+from ecckpt.client.cluster.members import Cluster
+from ecckpt.client.restore.coordinator import Leader
+from ecckpt.client.restore.protocol import Ground, Order, Wanted, orders
+from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.format.header_columns import Headers
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.memory.gc_pause import collector_paused
+from ecckpt.policy.placement import Node, Placement, parse_code, plan_placement
+from ecckpt.policy.survival import Inventory, on_disk, plan_recovery
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.encoding import pack_message, unpack_message
+from ecckpt.protocol.messages.node import NodeInfo
+from ecckpt.protocol.messages.restore import Begin
 
 RUN = "llama"
 K, M = 8, 2
@@ -43,9 +45,9 @@ class Answering(AgentClient):
 
     body: bytes = b""
 
-    def begin(self, message: wire.Begin) -> Inventory:
+    def begin(self, message: Begin) -> Inventory:
         """Its inventory, as it would arrive."""
-        return wire.unpack(Inventory, self.body)
+        return unpack_message(Inventory, self.body)
 
 
 def header(generation: Generation, rank: int, ranks: int, index: int, home: str) -> Header:
@@ -71,7 +73,7 @@ def survivors(placement: Placement, homes: list[str], session: str) -> dict[str,
             held[node.id] = []
     none = Headers.of(())
     return {
-        node: wire.pack(Inventory(node, Headers.of(held[node]), none, (), committed, 1, (), {}))
+        node: pack_message(Inventory(node, Headers.of(held[node]), none, (), committed, 1, (), {}))
         for node in placement.holders
     }
 
@@ -84,11 +86,11 @@ def timed(run: Callable[[], T], clock: Callable[[], float] = time.thread_time) -
 
 def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, float]]:
     """What rank 0 tells each rank, and the CPU seconds of each part of its work."""
-    inventories, read_s = timed(lambda: [wire.unpack(Inventory, body) for body in bodies])
+    inventories, read_s = timed(lambda: [unpack_message(Inventory, body) for body in bodies])
     plan, plan_s = timed(lambda: plan_recovery(RUN, inventories))
     _, on_disk_s = timed(lambda: on_disk(RUN, inventories))
     made, orders_s = timed(lambda: orders(plan, ground, plan.rejected(), alike=False, relaid=False))
-    told, pack_s = timed(lambda: [wire.pack(order) for order in made])
+    told, pack_s = timed(lambda: [pack_message(order) for order in made])
     times = {"read_s": read_s, "plan_s": plan_s, "on_disk_s": on_disk_s}
     return told, times | {"orders_s": orders_s, "pack_s": pack_s}
 
@@ -96,14 +98,14 @@ def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, f
 def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
     """The same by the leader of a restore."""
     peers = {node: Answering(ground.address[node], body=bodies[node]) for node in bodies}
-    info = wire.NodeInfo("", "", "", "", "", 0, 0, 0)
+    info = NodeInfo("", "", "", "", "", 0, 0, 0)
     first = next(iter(peers.values()))
     cluster = Cluster(
         RUN, info, Path(), first, peers, ground.placement, tuple(ground.homes), (), memory_bytes=0
     )
     with Leader(cluster, peers, session="") as leader:
         made: list[Order] = leader.order(Wanted(), known=[1], alike=False)
-    return [wire.pack(order) for order in made]
+    return [pack_message(order) for order in made]
 
 
 @collector_paused()  # as a restore does
@@ -129,7 +131,7 @@ def main() -> None:
     row = {
         "nodes": len(names),
         "ranks": len(homes),
-        "files": sum(len(wire.unpack(Inventory, body).headers) for body in bodies.values()),
+        "files": sum(len(unpack_message(Inventory, body).headers) for body in bodies.values()),
         "message_bytes": sum(map(len, bodies.values())),
         "order_bytes": sum(map(len, told)),
         "placement_s": placement_s,

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
-from ecckpt.client import peer_client
-from ecckpt.generation import ShardId
+from ecckpt.format.ids import ShardId
+from ecckpt.protocol.agent_client import peer_client
 
 TIMEOUT_S = 120.0
 

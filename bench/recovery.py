@@ -36,11 +36,12 @@ import ecckpt
 from bench.measuring import await_calm
 from bench.pulling import Pull, Pullers
 from bench.save import STATE_BYTES, gpt_state
-from ecckpt.client import AgentClient
-from ecckpt.codec import Codec
-from ecckpt.copying import COPY_THREADS, copy_bytes
-from ecckpt.fragment import HOME, block_bytes_for
-from ecckpt.testing import LocalCluster
+from ecckpt.coding.reed_solomon import Codec
+from ecckpt.format.fragment_file import HOME, block_bytes_for
+from ecckpt.memory.buffers import COPY_THREADS, copy_bytes
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 K, M = 8, 2
 NODES = K + M + 1
@@ -63,7 +64,7 @@ def plain_pulls(cluster: LocalCluster, node: str) -> tuple[list[list[Pull]], lis
     """What ten holders, and three keepers of whole copies, pull from the shard's home."""
     agent = cluster.client(node)
     address = agent.node().address
-    header = next(h for h in agent.inventory(RUN).headers if h.index == HOME)
+    header = next(h for h in agent.call(INVENTORY, RUN).headers if h.index == HOME)
     # Parity is gone once it is held: data in its place, which is as long.
     one = [Pull(address, header.shard, i % K, header.fragment_bytes) for i in range(HOLDERS)]
     return [[pull] for pull in one], [one[:K]] * COPIES
@@ -75,7 +76,7 @@ def plain_restore(cluster: LocalCluster) -> list[list[Pull]]:
     for node in cluster.nodes:
         agent = cluster.client(node)
         address = agent.node().address
-        for header in agent.inventory(RUN).headers:
+        for header in agent.call(INVENTORY, RUN).headers:
             if header.index != HOME:
                 pull = Pull(address, header.shard, header.index, header.fragment_bytes)
                 found[header.index] = pull

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import ecckpt
-from ecckpt.testing import LocalCluster, children
+from ecckpt.testing.local_cluster import LocalCluster, children
 
 K, M = 8, 2
 FULL = M + 1

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import ecckpt
-from ecckpt.state import ShardPlan, plan_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.state.snapshot.plan import ShardPlan, plan_shard
+from ecckpt.testing.local_cluster import LocalCluster
 
 STATE_BYTES = 256 << 20
 LAYERS = 12

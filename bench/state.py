@@ -37,7 +37,7 @@ from bench.measuring import SLOW_ROUNDS, Timed, timed
 from bench.record import machine, versions
 from bench.save import STATE_BYTES, WARM_UP_ROUNDS, state_of
 from ecckpt.integrations.torch_dcp import Reader, Writer
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 ROUNDS = 7
 SLOW_S = 2.0  # such cases run in the first rounds only

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bench.measuring import reused_memory
-from ecckpt.codec import Codec, engines
-from ecckpt.copying import copy_bytes
-from ecckpt.fragment import BLOCK_BYTES, fragment_bytes_for
+from ecckpt.coding.reed_solomon import Codec, engines
+from ecckpt.format.fragment_file import BLOCK_BYTES, fragment_bytes_for
+from ecckpt.memory.buffers import copy_bytes
 
 DATA_BYTES = 32 << 20
 

@@ -13,7 +13,7 @@ import pytest
 
 import ecckpt
 from bench.save import WARM_UP_ROUNDS, gpt_state, saver, state_of
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 STATE_BYTES = 64 << 20
 ROUNDS = 7

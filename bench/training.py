@@ -35,7 +35,7 @@ import ecckpt
 from bench.elsewhere import Elsewhere
 from bench.measuring import Timed, timed
 from bench.save import even_state
-from ecckpt.testing import LocalCluster, children
+from ecckpt.testing.local_cluster import LocalCluster, children
 
 MIB = 64
 HOLDERS = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ecckpt.testing import children
+from ecckpt.testing.local_cluster import children
 
 TMPFS = "/dev/shm"
 SAMPLES_EVERY_S = 0.005

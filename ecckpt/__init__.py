@@ -8,9 +8,10 @@ from ecckpt import errors
 from ecckpt.errors import EcckptError
 
 if TYPE_CHECKING:
-    from ecckpt.checkpointer import Checkpointer, Restored, SaveHandle
-    from ecckpt.opening import Opened, open  # noqa: A004
-    from ecckpt.state import RngState, register
+    from ecckpt.client.checkpointer import Checkpointer, Restored, SaveHandle
+    from ecckpt.client.read.open import Opened, open  # noqa: A004
+    from ecckpt.state.rng import RngState
+    from ecckpt.state.tree.registry import register
 
 __all__ = [
     "Checkpointer",
@@ -26,13 +27,13 @@ __all__ = [
 
 # Loaded on first use: they import torch, which the agent must never do.
 _LAZY = {
-    "Checkpointer": "ecckpt.checkpointer",
-    "Opened": "ecckpt.opening",
-    "Restored": "ecckpt.checkpointer",
-    "SaveHandle": "ecckpt.checkpointer",
-    "RngState": "ecckpt.state",
-    "open": "ecckpt.opening",
-    "register": "ecckpt.state",
+    "Checkpointer": "ecckpt.client.checkpointer",
+    "Opened": "ecckpt.client.read.open",
+    "Restored": "ecckpt.client.restore.restorer",
+    "SaveHandle": "ecckpt.client.handles",
+    "RngState": "ecckpt.state.rng",
+    "open": "ecckpt.client.read.open",
+    "register": "ecckpt.state.tree.registry",
 }
 
 

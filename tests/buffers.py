@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from ecckpt import gf256
+from ecckpt.coding import gf256
 
 
 def noise(length, seed=1):

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
-from ecckpt.generation import Generation, ShardId
-from ecckpt.headers import Headers
-from ecckpt.recovery import Inventory
+from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.format.header_columns import Headers
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.policy.survival import Inventory
 
 settings.register_profile(
     "same-every-time", derandomize=True, database=None, deadline=None, max_examples=50

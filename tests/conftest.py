@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt import nursery
-from ecckpt.testing import LocalCluster
+from ecckpt.testing import agent_forkserver as nursery
+from ecckpt.testing.local_cluster import LocalCluster
 
 # Inherited by every process that a test starts, so that others' agents are not taken for ours.
 _MARK = f"ECCKPT_TESTS_OF={os.getpid()}"

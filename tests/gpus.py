@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ecckpt.state import columns, devices, filling, parts, plan
+from ecckpt.state.load import filling
+from ecckpt.state.snapshot import parts, plan
+from ecckpt.state.tensors import columns, devices
 
 ALREADY_REGISTERED = 712
 

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from builders import generation, header, table_of
 
-from ecckpt import wire
-from ecckpt.agent import actions as act
-from ecckpt.agent.core import Core
-from ecckpt.fragment import pack_table
-from ecckpt.tiers.memory import Region
+from ecckpt.agent.core import actions as act
+from ecckpt.agent.core.core import Core
+from ecckpt.agent.storage.regions import Region
+from ecckpt.format.fragment_file import pack_table
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.save import Commit, Held, Hold, Protect, Reserve, Stage, Target
 
 BUDGET = 1 << 30
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -96,33 +97,33 @@ class Hands:
 
 
 def reserve(gen=NEW, **fields):
-    return wire.Reserve(header(gen=gen, **fields), BUDGET, 1, 5, ())
+    return Reserve(header(gen=gen, **fields), BUDGET, 1, 5, ())
 
 
 def stage(hands, gen=NEW, **fields):
     """A shard in its slot."""
     slot = hands.ask(reserve(gen, **fields))
-    assert hands.ask(wire.Stage(slot.header, slot.region)) == wire.Done()
+    assert hands.ask(Stage(slot.header, slot.region)) == Done()
     return slot
 
 
 def protect(gen=NEW, *, writer=1, targets=range(5), least=3, timeout_s=60.0):
-    where = tuple(wire.Target(index, f"h{index}", f"h{index}:1") for index in targets)
-    return wire.Protect(header(gen=gen).shard, writer, where, least, BUDGET, timeout_s, ())
+    where = tuple(Target(index, f"h{index}", f"h{index}:1") for index in targets)
+    return Protect(header(gen=gen).shard, writer, where, least, BUDGET, timeout_s, ())
 
 
 def hold(index=2, *, writer=1, discard=(), repair=False, **fields):
     shard = header(index, **{"gen": NEW} | fields)
     table = pack_table(table_of(shard))
-    return wire.Hold(shard, writer, table, "n0:1", BUDGET, 60.0, discard, repair)
+    return Hold(shard, writer, table, "n0:1", BUDGET, 60.0, discard, repair)
 
 
 def held(index, problem="", gen=NEW):
-    return wire.Held(header(gen=gen).shard, index, f"h{index}", problem)
+    return Held(header(gen=gen).shard, index, f"h{index}", problem)
 
 
 def commit(gen):
-    return wire.Commit("test", gen)
+    return Commit("test", gen)
 
 
 def scattering(hands, **fields):

@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ecckpt.blocks import covering
-from ecckpt.fragment import block_bytes_for
-from ecckpt.state import Place, SavedShard, check, load, plan_shard, reshape
+from ecckpt.format.block_ranges import covering
+from ecckpt.format.fragment_file import block_bytes_for
+from ecckpt.state.load.load import check, load
+from ecckpt.state.reshard.reshape import Place, reshape
+from ecckpt.state.reshard.saved_shard import SavedShard
+from ecckpt.state.snapshot.plan import plan_shard
 
 
 class PartReader:

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ecckpt import wire
-from ecckpt.fragment import HOME, Header, fragment_bytes_for, parse_superblock
-from ecckpt.generation import Generation, ShardId
-from ecckpt.state import plan_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.format.fragment_file import HOME, Header, fragment_bytes_for, parse_superblock
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.protocol.messages.save import Protect, Reserve, Stage, Target, Watch
+from ecckpt.protocol.verbs import PROTECT, RESERVE, STAGE, WATCH
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.testing.local_cluster import LocalCluster
 
 BLOCK_BYTES = 4096
 
@@ -98,16 +99,16 @@ def store(
             created_unix_s=0,
         )
         client = cluster.client(nodes[home])
-        slot = client.reserve(wire.Reserve(header, 0, 1, k + m, ()))
+        slot = client.call(RESERVE, Reserve(header, 0, 1, k + m, ()))
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(shard.ljust(header.payload_bytes, b"\0"))
-        client.stage(wire.Stage(header, slot.region))
-        targets = tuple(wire.Target(i, node, addresses[node]) for i, node in enumerate(others))
-        client.protect(wire.Protect(header.shard, 1, targets, len(targets), 0, 10.0, ()))
+        client.call(STAGE, Stage(header, slot.region))
+        targets = tuple(Target(i, node, addresses[node]) for i, node in enumerate(others))
+        client.call(PROTECT, Protect(header.shard, 1, targets, len(targets), 0, 10.0, ()))
         state = "encoding"
         while state not in ("protected", "failed"):
-            state = client.watch(wire.Watch(header.shard, state, 5.0)).state
+            state = client.call(WATCH, Watch(header.shard, state, 5.0)).state
         assert state == "protected"
 
 

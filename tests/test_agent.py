@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from worlds import World, states_for
 
-from ecckpt import wire
-from ecckpt.agents import await_agent, local_client, start
-from ecckpt.client import AgentClient
-from ecckpt.config import NodeConfig
+from ecckpt.client.cluster.local_agent import await_agent, local_client, start
+from ecckpt.client.config import NodeConfig
 from ecckpt.errors import RequestRefused
-from ecckpt.testing import LocalCluster, await_end
-from ecckpt.transport.http import request
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.encoding import MESSAGE_LIMIT_BYTES, pack_message, unpack_message
+from ecckpt.protocol.http import request
+from ecckpt.protocol.messages.node import Done, Refusal
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster, await_end
 
 
 def _ask(
@@ -32,7 +34,7 @@ def _ask(
         body=body,
         token=token,
         timeout_s=10,
-        limit_bytes=wire.MESSAGE_LIMIT_BYTES,
+        limit_bytes=MESSAGE_LIMIT_BYTES,
     )
 
 
@@ -81,7 +83,7 @@ def test_peers_may_not_do_what_is_for_local_ranks(cluster1: LocalCluster) -> Non
         ("GET", "/v1/runs/test/shards/1.2.00000000000000aa/0/fragments/1", None, 404),
         ("POST", "/v1/runs/test/hold", b"garbage", 400),
         ("POST", "/v1/runs/test/hold", b"\x80", 400),
-        ("POST", "/v1/runs/test/commit", wire.pack(wire.Done()), 400),
+        ("POST", "/v1/runs/test/commit", pack_message(Done()), 400),
         ("DELETE", "/v1/runs/test/hold", b"", 405),
     ],
 )
@@ -91,7 +93,7 @@ def test_requests_that_make_no_sense(
     client = cluster1.client("n0")
     found, answer = _ask(client, method, path, body)
     assert found == status, answer
-    assert wire.unpack(wire.Refusal, answer).message
+    assert unpack_message(Refusal, answer).message
     assert client.node().node == "n0"
 
 
@@ -162,7 +164,7 @@ def test_a_killed_worker_is_restarted_and_adopts(cluster1: LocalCluster) -> None
         await_end([before.pid])
         after = await_agent(client, cluster1.root("n0") / "agent.log")
         assert (after.instance, after.address) == (before.instance, before.address)
-        assert len(client.inventory("test").headers) == 1
+        assert len(client.call(INVENTORY, "test").headers) == 1
         assert world.save(2, [state])[0].wait(30)
 
 
@@ -195,7 +197,7 @@ def test_terminating_it_leaves_memory_to_adopt(cluster1: LocalCluster) -> None:
 
 def test_a_reader_that_stops_is_let_go() -> None:
     """The listener's TCP_USER_TIMEOUT is inherited: no thread waits for ever on a dead peer."""
-    from ecckpt.agent.daemon import _bind_tcp
+    from ecckpt.agent.runtime.daemon import _bind_tcp
 
     listener = _bind_tcp("127.0.0.1", 0)
     with listener, socket.create_connection(listener.getsockname()) as peer:

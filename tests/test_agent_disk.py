@@ -10,16 +10,16 @@ import pytest
 from builders import generation, header
 from test_shelf import NEW, OLD, again, commit, content, fence, held, keep, ledger, stage
 
-from ecckpt import wire
-from ecckpt.agent import disk as agent_disk
-from ecckpt.agent import node as agent_node
-from ecckpt.agent.actions import Write
-from ecckpt.agent.coding import fragment_view
-from ecckpt.agent.node import Agent
+from ecckpt.agent.core.actions import Write
+from ecckpt.agent.runtime import disk_store as agent_disk
+from ecckpt.agent.runtime import service as agent_node
+from ecckpt.agent.runtime.service import AgentService
+from ecckpt.agent.runtime.shard_bytes import fragment_view
+from ecckpt.agent.storage import disk as disk_tier
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotHeld
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, pack_superblock
-from ecckpt.lineage import RollBack
-from ecckpt.tiers import disk as disk_tier
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, pack_superblock
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.protocol.messages.disk import Piece, Retain, Store
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def agent(tmp_path):
 
 def start(root, disk):
     root.mkdir(exist_ok=True)
-    return Agent(root, node="n1", domain="n1", address="127.0.0.1:1", token="", disk=disk)
+    return AgentService(root, node="n1", domain="n1", address="127.0.0.1:1", token="", disk=disk)
 
 
 def restarted(agent):
@@ -48,7 +48,7 @@ def after_power_loss(agent, tmp_path):
 
 def store(agent, gen=NEW, *, wait=True):
     """Ask until nothing waits any more."""
-    message = wire.Store("test", gen, 1 << 40, ())
+    message = Store("test", gen, 1 << 40, ())
     deadline_s = time.monotonic() + 10
     while True:
         answer = agent.store(message)
@@ -80,7 +80,7 @@ def test_all_comes_back_without_memory(agent, tmp_path):
     entries = [keep(agent), keep(agent, 2, rank=1), keep(agent, 4, rank=2)]
     wholes = [content(entry) for entry in entries]
     assert store(agent).problems == ()
-    agent.retain(wire.Retain("test", 1, (NEW,)))
+    agent.retain(Retain("test", 1, (NEW,)))
     fence(agent, 4, NEW, roll_backs=[RollBack(3, OLD)])
     settle(agent)
     later = after_power_loss(agent, tmp_path)
@@ -120,7 +120,7 @@ def test_an_agent_that_was_killed_has_both(agent):
     store(agent)
     later = restarted(agent)
     assert held(later) == on_disk(later) == [(NEW, 0, HOME)]
-    assert store(later).pieces == (wire.Piece(0, HOME),)
+    assert store(later).pieces == (Piece(0, HOME),)
 
 
 @pytest.mark.parametrize("index", [HOME, 2])
@@ -143,7 +143,7 @@ def test_a_commit_in_memory_leaves_the_disk_alone(agent):
     assert held(agent) == [(NEW, 0, HOME)]
     assert on_disk(agent) == [(OLD, 0, HOME)]
     store(agent)
-    agent.retain(wire.Retain("test", 1, (NEW,)))
+    agent.retain(Retain("test", 1, (NEW,)))
     settle(agent)
     assert on_disk(agent) == [(NEW, 0, HOME)]
     assert [path.name.split(".")[1] for path in agent._disk.tier.found()] == ["10"]
@@ -170,7 +170,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(agent, monkeypatch):
     with pytest.raises(MemoryBudgetTooSmall):  # there is no more to take back
         stage(agent, gen=generation(1, 11), budget_bytes=budget_bytes, rank=1, **size)
     fence(agent, 2, NEW)
-    agent.retain(wire.Retain("test", 2, (NEW,)))
+    agent.retain(Retain("test", 2, (NEW,)))
     assert agent.status()["runs"]["test"]["disk_waiting_bytes"] == old.header.file_bytes
     free.set()
     settle(agent)
@@ -185,7 +185,7 @@ def test_a_large_file_on_its_way_is_seen_to_move(agent, monkeypatch):
     real = os.write
 
     def look(descriptor, data):
-        seen.append(agent.store(wire.Store("test", NEW, 1 << 40, ())).waiting_bytes)
+        seen.append(agent.store(Store("test", NEW, 1 << 40, ())).waiting_bytes)
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", look)
@@ -261,5 +261,5 @@ def test_runs_that_cannot_be_are_not_adopted(agent, tmp_path):
     assert on_disk(later) == []
     assert "usable name" in later.inventory("test").rejected[f"disk/{path.name}"]
     with pytest.raises(InvalidConfig):
-        later.store(wire.Store("../x", NEW, 0, ()))
+        later.store(Store("../x", NEW, 0, ()))
     assert not again(agent).inventory("test").disk

@@ -12,11 +12,12 @@ import torch
 from media import small_tmpfs
 from worlds import World, same_state, states_for, stopped
 
-from ecckpt.checking import verify_run
+from ecckpt.client.admin.forget import forget_run
+from ecckpt.client.admin.verify import verify_run
 from ecckpt.errors import StateMismatch
-from ecckpt.forgetting import forget_run
-from ecckpt.fragment import HOME
-from ecckpt.testing import LocalCluster
+from ecckpt.format.fragment_file import HOME
+from ecckpt.protocol.verbs import INVENTORY, SLOT
+from ecckpt.testing.local_cluster import LocalCluster
 
 ELEMENTS = 300_000
 BYTES = 4 * ELEMENTS
@@ -40,9 +41,9 @@ def _save(cluster: LocalCluster, step: int) -> None:
 def _region(cluster: LocalCluster) -> Path:
     """Where the newest home copy on n0 is."""
     agent = cluster.client("n0")
-    homes = [each for each in agent.inventory("test").headers if each.index == HOME]
+    homes = [each for each in agent.call(INVENTORY, "test").headers if each.index == HOME]
     newest = max(homes, key=lambda header: header.shard.generation)
-    return Path(agent.slot(newest.shard).path)
+    return Path(agent.call(SLOT, newest.shard).path)
 
 
 def _used_bytes(folder: Path) -> int:

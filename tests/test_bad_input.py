@@ -19,13 +19,18 @@ import torch
 from worlds import World, same_state, states_for
 
 import ecckpt
-from ecckpt import counting, errors, wire
-from ecckpt.agents import await_agent, local_client, start
-from ecckpt.client import AgentClient
-from ecckpt.config import NodeConfig
-from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES, parse_superblock
-from ecckpt.leading import Leader
-from ecckpt.testing import LocalCluster
+from ecckpt import errors
+from ecckpt.client.cluster.local_agent import await_agent, local_client, start
+from ecckpt.client.config import NodeConfig
+from ecckpt.client.restore.coordinator import Leader
+from ecckpt.client.save import commit_protocol as counting
+from ecckpt.format.fragment_file import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES, parse_superblock
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.encoding import PROTOCOL_VERSION, pack_message
+from ecckpt.protocol.messages.node import NodeInfo
+from ecckpt.protocol.messages.restore import Begin
+from ecckpt.protocol.verbs import BEGIN, INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 def _regions(cluster: LocalCluster, node: str, *, home: bool) -> list[Path]:
@@ -155,7 +160,7 @@ def impostor() -> Iterator[Callable[[bytes], str]]:
 
 @pytest.mark.parametrize(
     ("protocol", "form", "words"),
-    [(9, FORMAT_VERSION, "protocol.*version 9"), (wire.PROTOCOL_VERSION, 7, "version 7")],
+    [(9, FORMAT_VERSION, "protocol.*version 9"), (PROTOCOL_VERSION, 7, "version 7")],
 )
 def test_an_agent_of_another_version(
     cluster1: LocalCluster,
@@ -164,8 +169,8 @@ def test_an_agent_of_another_version(
     form: int,
     words: str,
 ) -> None:
-    info = wire.NodeInfo("old", "0" * 16, "old", "127.0.0.1:1", "/x", protocol, form, 1)
-    address = impostor(wire.pack(info))
+    info = NodeInfo("old", "0" * 16, "old", "127.0.0.1:1", "/x", protocol, form, 1)
+    address = impostor(pack_message(info))
     with pytest.raises(errors.VersionMismatch, match=words):
         World(cluster1, agents=[address])
 
@@ -204,7 +209,7 @@ def test_a_fragment_of_another_format_version_is_left_alone_and_named(
         file.write((FORMAT_VERSION + 1).to_bytes(4, "little"))
     cluster1.restart("n0")
     assert path.exists()
-    (why,) = cluster1.client("n0").inventory("test").rejected.values()
+    (why,) = cluster1.client("n0").call(INVENTORY, "test").rejected.values()
     assert "format version 2, this ecckpt knows 1" in why
     # Something was there: this is no first start, and nobody trains from scratch by accident.
     with World(cluster1) as world, pytest.raises(errors.NothingToRestore, match="version 2"):
@@ -304,7 +309,7 @@ def test_a_restart_that_was_overtaken_hears_of_it(
     judge = Leader.judge
 
     def overtaken(leader: Leader, *arguments: Any) -> bool:
-        cluster1.client("n0").begin(wire.Begin("test", 9, "f" * 16))
+        cluster1.client("n0").call(BEGIN, Begin("test", 9, "f" * 16))
         return judge(leader, *arguments)
 
     monkeypatch.setattr(Leader, "judge", overtaken)
@@ -316,25 +321,25 @@ def test_a_restart_that_was_overtaken_hears_of_it(
 def test_a_restart_goes_above_what_its_own_agent_did_not_know(
     cluster6: LocalCluster,
 ) -> None:
-    cluster6.client("n4").begin(wire.Begin("test", 9, "f" * 16))
+    cluster6.client("n4").call(BEGIN, Begin("test", 9, "f" * 16))
     with World(cluster6, code=(3, 2)) as world:
         world.restore(states_for(6, seed=1))
         assert {each.timeline for each in world.checkpointers} == {10}
-    fences = {cluster6.client(node).inventory("test").fence for node in cluster6.nodes}
+    fences = {cluster6.client(node).call(INVENTORY, "test").fence for node in cluster6.nodes}
     assert fences == {10}
 
 
 def test_two_sessions_never_have_the_same_timeline(cluster1: LocalCluster) -> None:
     client = cluster1.client("n0")
-    assert client.begin(wire.Begin("test", 3, "a" * 16)).fence == 3
-    assert client.begin(wire.Begin("test", 3, "a" * 16)).fence == 3  # asked again
+    assert client.call(BEGIN, Begin("test", 3, "a" * 16)).fence == 3
+    assert client.call(BEGIN, Begin("test", 3, "a" * 16)).fence == 3  # asked again
     with pytest.raises(errors.Fenced):
-        client.begin(wire.Begin("test", 3, "b" * 16))
+        client.call(BEGIN, Begin("test", 3, "b" * 16))
     with pytest.raises(errors.InvalidConfig):
-        client.begin(wire.Begin("test", 4, "../../etc"))
+        client.call(BEGIN, Begin("test", 4, "../../etc"))
     cluster1.restart("n0")
     with pytest.raises(errors.Fenced):
-        cluster1.client("n0").begin(wire.Begin("test", 3, "b" * 16))
+        cluster1.client("n0").call(BEGIN, Begin("test", 3, "b" * 16))
 
 
 def test_no_room_for_a_shard_is_no_reason_to_go_back(
@@ -361,7 +366,7 @@ def test_truncated_files_are_named_and_the_rest_is_adopted(cluster6: LocalCluste
     fragment = _regions(cluster6, "n4", home=False)[0]
     os.truncate(fragment, SUPERBLOCK_BYTES + 100)
     cluster6.restart("n4")
-    assert len(cluster6.client("n4").inventory("test").rejected) == 2
+    assert len(cluster6.client("n4").call(INVENTORY, "test").rejected) == 2
     blank = states_for(6, seed=0)
     with World(cluster6, code=(3, 2)) as world:
         found = world.restore(blank)

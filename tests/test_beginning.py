@@ -2,7 +2,7 @@
 
 import pytest
 
-from ecckpt.beginning import first_free
+from ecckpt.client.restore.timeline import first_free
 from ecckpt.errors import Fenced
 
 

@@ -12,7 +12,7 @@ import pytest
 from bench import usage
 from bench.elsewhere import Elsewhere
 from ecckpt.errors import AgentUnreachable
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,19 +17,13 @@ from safetensors.torch import load_file
 from worlds import World, same_state, states_for
 
 import ecckpt
-from ecckpt.agents import local_client
-from ecckpt.client import shard_path
-from ecckpt.counting import see_through
-from ecckpt.errors import (
-    InvalidConfig,
-    InvalidMessage,
-    NothingToRestore,
-    StateMismatch,
-    WrongOrder,
-)
-from ecckpt.generation import ShardId
-from ecckpt.testing import LocalCluster
-from ecckpt.transport.http import request
+from ecckpt.client.cluster.local_agent import local_client
+from ecckpt.client.save.commit_protocol import see_through
+from ecckpt.errors import InvalidConfig, InvalidMessage, NothingToRestore, StateMismatch, WrongOrder
+from ecckpt.format.ids import ShardId
+from ecckpt.protocol.agent_client import shard_path
+from ecckpt.protocol.http import request
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 def test_first_start_finds_nothing_and_the_next_one_finds_the_save(cluster6: LocalCluster) -> None:
@@ -136,7 +130,7 @@ def test_a_roll_back_holds_until_something_newer_is_asked_for_by_name(
         assert world.save(3, [old])[0].wait(30)
         # Nobody counts and tells: so both steps stay.
         monkeypatch.setattr(
-            "ecckpt.saving.see_through",
+            "ecckpt.client.save.watcher.see_through",
             lambda shard, ranks, counted: see_through(shard, ranks, counted=False),
         )
         assert world.checkpointers[0].save(9, new, patience_s=30).wait(30)

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from builders import generation
 
-from ecckpt import cli, wire
-from ecckpt.fragment import BLOCK_BYTES, HOME, Header, fragment_bytes_for
-from ecckpt.generation import ShardId
-from ecckpt.testing import LocalCluster
+from ecckpt import cli
+from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_bytes_for
+from ecckpt.format.ids import ShardId
+from ecckpt.protocol.messages.save import Protect, Reserve, Stage, Watch
+from ecckpt.protocol.verbs import PROTECT, RESERVE, STAGE, WATCH
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 def run(capsys, *arguments):
@@ -155,15 +157,15 @@ def _save(client, run_name, gen, *, world_size):
         *(shard, world_size, HOME, 1, 0, 5000, fragment_bytes_for(5000, 1), BLOCK_BYTES),
         *("n0", None, 0),
     )
-    slot = client.reserve(wire.Reserve(home, 0, 1, 0, ()))
+    slot = client.call(RESERVE, Reserve(home, 0, 1, 0, ()))
     with Path(slot.path).open("r+b") as file:
         file.seek(slot.payload_offset)
         file.write(os.urandom(5000))
-    client.stage(wire.Stage(home, slot.region))
-    client.protect(wire.Protect(shard, 1, (), 0, 0, 10.0, ()))
+    client.call(STAGE, Stage(home, slot.region))
+    client.call(PROTECT, Protect(shard, 1, (), 0, 0, 10.0, ()))
     state = "encoding"
     while state not in ("protected", "failed"):
-        state = client.watch(wire.Watch(shard, state, 5.0)).state
+        state = client.call(WATCH, Watch(shard, state, 5.0)).state
     assert state == "protected"
 
 

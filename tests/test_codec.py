@@ -17,9 +17,12 @@ from buffers import empty, guarded, marks_intact, noise, oracle_table, parts, ru
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import codec, copying, gf256, native
-from ecckpt.codec import Codec, engines
+from ecckpt.coding import gf256
+from ecckpt.coding import reed_solomon as codec
+from ecckpt.coding.reed_solomon import Codec, engines
 from ecckpt.errors import InvalidBuffer, InvalidCode
+from ecckpt.memory import buffers as copying
+from ecckpt.memory import native
 
 ENGINES = engines()
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "codec.json").read_text())
@@ -375,7 +378,7 @@ def test_wrong_checksum_tables(table):
 
 WITHOUT_NATIVE = """
 import sys
-sys.modules["ecckpt._native"] = None
+sys.modules["ecckpt.memory._native"] = None
 import numpy as np
 from ecckpt import codec, copying, gf256
 

@@ -8,8 +8,8 @@ from buffers import empty, guarded, marks_intact, oracle_table, parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import gf256
-from ecckpt.codec import Codec, engines
+from ecckpt.coding import gf256
+from ecckpt.coding.reed_solomon import Codec, engines
 from ecckpt.errors import InvalidBuffer, InvalidConfig
 
 every_engine = pytest.mark.parametrize("engine", engines())

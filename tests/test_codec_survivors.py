@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from ecckpt import gf256
+from ecckpt.coding import gf256
 
 
 def minor(parity_rows, parity, lost):

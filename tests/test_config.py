@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.config import ClusterConfig, NodeConfig, read_token
+from ecckpt.client.config import ClusterConfig, NodeConfig, read_token
 from ecckpt.errors import InvalidConfig
-from ecckpt.retention import Keep
+from ecckpt.policy.retention import Keep
 
 GOOD = {
     "run": "llama-70b",

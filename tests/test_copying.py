@@ -9,9 +9,9 @@ from buffers import guarded, runs_meanwhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import copying
-from ecckpt.copying import address_of, byte_view, copy_bytes, copy_many
 from ecckpt.errors import InvalidBuffer, InvalidConfig
+from ecckpt.memory import buffers as copying
+from ecckpt.memory.buffers import address_of, byte_view, copy_bytes, copy_many
 
 LARGE = (4 << 20) + 12_345  # past the caches from 4 MiB on
 

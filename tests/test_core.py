@@ -18,8 +18,7 @@ from hands import (
     take,
 )
 
-from ecckpt import wire
-from ecckpt.agent import actions as act
+from ecckpt.agent.core import actions as act
 from ecckpt.errors import (
     CorruptFragment,
     EcckptError,
@@ -29,7 +28,10 @@ from ecckpt.errors import (
     NotHeld,
     RequestRefused,
 )
-from ecckpt.fragment import HOME
+from ecckpt.format.fragment_file import HOME
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.restore import Assign, Fence, Fetch
+from ecckpt.protocol.messages.save import Held, Hold, Stage
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_a_slot_is_the_region_that_was_allocated(hands):
     slot = hands.ask(reserve())
     assert (slot.path, slot.header) == ("1", header(gen=NEW))
     assert state(hands).state == "unknown"
-    assert hands.ask(wire.Stage(slot.header, slot.region)) == wire.Done()
+    assert hands.ask(Stage(slot.header, slot.region)) == Done()
     assert state(hands).state == "staging"
     assert hands.held() == []
 
@@ -53,21 +55,21 @@ def test_a_slot_reserved_before_its_step_is_known_takes_what_fits(hands):
     slot = hands.ask(reserve(OLD))
     for shard in (header(gen=NEW, shard_bytes=1_000_000), header(gen=NEW, rank=1)):
         with pytest.raises(NotHeld, match=f"no slot {slot.region}"):
-            hands.tell(wire.Stage(shard, slot.region))
+            hands.tell(Stage(shard, slot.region))
     with pytest.raises(NotHeld, match="no slot 7"):
-        hands.tell(wire.Stage(header(gen=NEW), "7"))
+        hands.tell(Stage(header(gen=NEW), "7"))
     smaller = header(gen=NEW, shard_bytes=5000)
-    assert hands.ask(wire.Stage(smaller, slot.region)) == wire.Done()
+    assert hands.ask(Stage(smaller, slot.region)) == Done()
     assert state(hands).state == "staging"
     with pytest.raises(NotHeld):
-        hands.tell(wire.Stage(smaller, slot.region))  # once only
+        hands.tell(Stage(smaller, slot.region))  # once only
 
 
 def test_what_is_assigned_is_given_back_and_not_recycled(hands):
     shard = scattering(hands)
-    slot = hands.ask(wire.Assign(shard))
-    assert slot == hands.ask(wire.Assign(shard))
-    assert {each.region.name for each in hands.took(act.Assign)} == {slot.region}
+    slot = hands.ask(Assign(shard))
+    assert slot == hands.ask(Assign(shard))
+    assert {each.region.name for each in hands.took(act.MarkAssigned)} == {slot.region}
     for index in range(5):
         hands.ask(held(index))
     hands.took(act.Recycle)  # parity
@@ -80,24 +82,24 @@ def test_what_is_assigned_is_given_back_and_not_recycled(hands):
 def test_only_a_sealed_home_copy_is_assigned(hands):
     slot = stage(hands)
     with pytest.raises(InvalidMessage, match="still being staged"):
-        hands.tell(wire.Assign(slot.header.shard))
+        hands.tell(Assign(slot.header.shard))
     with pytest.raises(NotHeld):
-        hands.tell(wire.Assign(header(gen=OLD).shard))
+        hands.tell(Assign(header(gen=OLD).shard))
 
 
 def test_each_rank_has_a_reserved_slot_of_its_own(hands):
     slots = [hands.ask(reserve(rank=rank)) for rank in (0, 1)]
     assert not hands.took(act.Discard)
     for slot in slots:
-        assert hands.ask(wire.Stage(slot.header, slot.region)) == wire.Done()
+        assert hands.ask(Stage(slot.header, slot.region)) == Done()
 
 
 def test_a_slot_reserved_by_an_older_timeline_is_gone(hands):
     slot = hands.ask(reserve())
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     assert [each.region.name for each in hands.took(act.Discard)] == [slot.region]
     with pytest.raises(Fenced):
-        hands.tell(wire.Stage(slot.header, slot.region))
+        hands.tell(Stage(slot.header, slot.region))
 
 
 def test_a_slot_asked_for_twice_at_once_is_kept_once(hands):
@@ -106,7 +108,7 @@ def test_a_slot_asked_for_twice_at_once_is_kept_once(hands):
     hands.end(act.Allocate)
     hands.end(act.Allocate)
     assert [each.region.name for each in hands.took(act.Discard)] == ["1"]
-    assert hands.ask(wire.Stage(header(gen=NEW), "2")) == wire.Done()
+    assert hands.ask(Stage(header(gen=NEW), "2")) == Done()
 
 
 def test_reserved_slots_of_any_run_go_where_there_is_no_room(hands):
@@ -129,7 +131,7 @@ def test_a_slot_for_a_fragment_or_beyond_the_budget_is_refused_at_once(hands):
 
 def test_a_slot_whose_writer_was_fenced_meanwhile_is_not_given(hands):
     hands.tell(reserve())
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     hands.end(act.Allocate)
     assert isinstance(hands.answers.pop().error, Fenced)
     assert len(hands.took(act.Recycle)) == 1
@@ -150,7 +152,7 @@ def test_room_is_made_of_an_abandoned_timeline_only(hands):
     hands.tell(reserve(generation(2, 301)))
     hands.end(act.Allocate, error=full)
     assert hands.answers.pop().error is full  # where the run went back to is not known
-    hands.ask(wire.Fence("test", 2, generation(1, 300), ()))
+    hands.ask(Fence("test", 2, generation(1, 300), ()))
     hands.tell(reserve(generation(2, 301)))
     hands.end(act.Allocate, error=full)
     assert len(hands.took(act.Recycle)) == 1
@@ -320,7 +322,7 @@ def test_a_fragment_is_pulled_sealed_and_answered(hands):
 def test_a_fragment_that_is_here_is_answered_at_once(hands):
     take(hands, hold())
     hands.ask(hold())
-    assert hands.end(act.Post).message == wire.Held(header(gen=NEW).shard, 2, "n1", "")
+    assert hands.end(act.Post).message == Held(header(gen=NEW).shard, 2, "n1", "")
     assert not hands.todo
 
 
@@ -345,7 +347,7 @@ def test_a_second_pull_may_be_right(hands):
 def test_a_fragment_of_a_writer_fenced_meanwhile_is_not_kept(hands):
     hands.ask(hold())
     hands.end(act.Allocate)
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     hands.end(act.Pull, 0)
     assert "fenced off" in hands.end(act.Post).message.problem
     assert not hands.took(act.Seal)
@@ -364,7 +366,7 @@ def test_four_pulls_at_a_time(hands):
 
 
 def test_a_full_queue_refuses(hands, monkeypatch):
-    monkeypatch.setattr("ecckpt.agent.hold._QUEUE_LIMIT", 2)
+    monkeypatch.setattr("ecckpt.agent.core.hold._QUEUE_LIMIT", 2)
     for rank in range(2):
         hands.ask(hold(rank=rank))
     with pytest.raises(RequestRefused, match="2 fragments are queued"):
@@ -376,7 +378,7 @@ def test_what_makes_no_sense_is_not_held(hands):
         hands.tell(hold(HOME))
     message = hold()
     with pytest.raises(CorruptFragment):
-        hands.tell(wire.Hold(message.header, 1, message.table[:-1], "n0:1", 0, 1.0, (), False))
+        hands.tell(Hold(message.header, 1, message.table[:-1], "n0:1", 0, 1.0, (), False))
     assert not hands.todo
 
 
@@ -391,7 +393,7 @@ def test_a_fragment_may_take_the_place_of_what_its_rank_gave_up(hands):
 
 
 def fetch(writer=1):
-    return wire.Fetch(header(gen=NEW), writer, (), BUDGET, 30.0)
+    return Fetch(header(gen=NEW), writer, (), BUDGET, 30.0)
 
 
 def test_a_fetched_shard_is_a_sealed_home_copy(hands):
@@ -421,7 +423,7 @@ def test_a_fetch_whose_writer_was_fenced_meanwhile_is_not_kept(hands):
     hands.tell(fetch())
     hands.end(act.Allocate)
     hands.end(act.Allocate)
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     hands.end(act.Gather, act.Gathered(table_of(header()), 7, 1, ()))
     assert isinstance(hands.answers.pop().error, Fenced)
     assert len(hands.took(act.Recycle)) == 2
@@ -444,7 +446,7 @@ def test_so_many_fetches_at_a_time(hands):
     "late", [hold(writer=1), protect(writer=1), fetch(1), reserve(), commit(NEW)]
 )
 def test_no_request_of_an_older_timeline_changes_anything(hands, late):
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     with pytest.raises(Fenced):
         hands.tell(late)
     assert not hands.todo
@@ -472,5 +474,5 @@ def test_a_commit_that_is_known_is_answered_at_once(hands):
 
 def test_a_newer_timeline_lets_slots_go_that_nobody_sealed(hands):
     hands.ask(reserve())
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     assert len(hands.took(act.Discard)) == 1

@@ -3,8 +3,7 @@
 import pytest
 from builders import header
 
-from ecckpt import wire
-from ecckpt.counting import (
+from ecckpt.client.save.commit_protocol import (
     Await,
     Count,
     Ended,
@@ -20,6 +19,7 @@ from ecckpt.counting import (
     see_through,
 )
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
+from ecckpt.protocol.messages.save import Progress
 
 SHARD = header().shard
 STALE = Fenced(timeline=1, current=2)
@@ -29,7 +29,7 @@ NO_STORE = SaveFailed("the store is gone")
 
 
 def progress(state):
-    return wire.Progress(state, 3, (), 0.0, 0.0)
+    return Progress(state, 3, (), 0.0, 0.0)
 
 
 def play(*script, ranks=2, counted=True, steps=None):

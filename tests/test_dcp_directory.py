@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ecckpt.errors import InvalidConfig, StateMismatch, UnsupportedState
-from ecckpt.integrations.dcp_directory import export_dcp
-from ecckpt.state.dtypes import STORED
-from ecckpt.testing import LocalCluster
+from ecckpt.integrations.dcp.export import export_dcp
+from ecckpt.state.tensors.dtypes import STORED
+from ecckpt.testing.local_cluster import LocalCluster
 
 # What dcp.load says of a single process, and torch.load of complex32.
 pytestmark = pytest.mark.filterwarnings(

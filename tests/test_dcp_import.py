@@ -23,15 +23,15 @@ from test_torch_dcp import assert_same_world, checkpointer, world_state
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ecckpt import errors
-from ecckpt.exporting import export_safetensors
-from ecckpt.integrations import torch_archive
-from ecckpt.integrations.dcp_directory import export_dcp
-from ecckpt.integrations.dcp_import import import_dcp, read_folder
-from ecckpt.integrations.opcodes import Made, Name, read_opcodes
-from ecckpt.integrations.torch_archive import read_archive
+from ecckpt.integrations.dcp import torch_archive
+from ecckpt.integrations.dcp.export import export_dcp
+from ecckpt.integrations.dcp.importer import import_dcp, read_folder
+from ecckpt.integrations.dcp.pickle_opcodes import Made, Name, read_opcodes
+from ecckpt.integrations.dcp.torch_archive import read_archive
+from ecckpt.integrations.safetensors.export import export_safetensors
 from ecckpt.integrations.torch_dcp import Reader
-from ecckpt.state.dtypes import STORED
-from ecckpt.testing import LocalCluster
+from ecckpt.state.tensors.dtypes import STORED
+from ecckpt.testing.local_cluster import LocalCluster
 
 # What dcp says of a single process, and torch.save of complex32.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:ComplexHalf support")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ecckpt.demo.corpus import Batches, corpus
-from ecckpt.demo.model import Gpt, Size
+from ecckpt.cli.demo.corpus import Batches, corpus
+from ecckpt.cli.demo.model import Gpt, Size
 
 SMALL = Size(layers=2, heads=2, width=32, context=16)
 

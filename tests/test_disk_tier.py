@@ -11,11 +11,11 @@ from builders import generation, header, table_of
 from media import small_ext4
 from tier_suite import BUDGET, TierSuite, content_of, payload_of
 
+from ecckpt.agent.storage import disk
+from ecckpt.agent.storage.disk import DiskTier, write_small
+from ecckpt.agent.storage.volume import FileSystem
 from ecckpt.errors import CorruptFragment, DiskBudgetTooSmall, DiskFull, VersionMismatch
-from ecckpt.fragment import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
-from ecckpt.tiers import disk
-from ecckpt.tiers.disk import DiskTier, write_small
-from ecckpt.tiers.volume import FileSystem
+from ecckpt.format.fragment_file import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 
 
 @pytest.fixture

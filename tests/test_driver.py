@@ -9,10 +9,10 @@ import pytest
 from builders import header, table_of
 from test_agent_disk import start
 
-from ecckpt import wire
-from ecckpt.agent.actions import Due, Scrubbing
-from ecckpt.agent.driver import _Alarm
-from ecckpt.fragment import pack_table
+from ecckpt.agent.core.actions import Due, Scrubbing
+from ecckpt.agent.runtime.driver import _Alarm
+from ecckpt.format.fragment_file import pack_table
+from ecckpt.protocol.messages.save import Hold
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_what_needs_a_thread_is_done_by_one_that_is_there(tmp_path, monkeypatch)
     monkeypatch.setattr(ThreadPoolExecutor, "_adjust_thread_count", no_thread)
     head = header(index=2)
     table = pack_table(table_of(head))
-    agent.hold(wire.Hold(head, 1, table, "127.0.0.1:1", 0, 5.0, (), False))
+    agent.hold(Hold(head, 1, table, "127.0.0.1:1", 0, 5.0, (), False))
     with agent._driver.changed:  # a region, a pull from nobody, and an answer to nobody
         assert agent._driver.changed.wait_for(
             lambda: not agent.core._holder.coming(head.shard), timeout=10

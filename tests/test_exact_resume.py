@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.long
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from worlds import World
 
-from ecckpt import cli, exporting
-from ecckpt.cli.values import size_of
+from ecckpt import cli
+from ecckpt.cli.argument_types import size_of
 from ecckpt.errors import (
     InvalidConfig,
     InvalidFolder,
@@ -22,11 +22,12 @@ from ecckpt.errors import (
     UnsupportedState,
     VersionMismatch,
 )
-from ecckpt.exporting import export_safetensors
-from ecckpt.importing import import_safetensors, read_weights
-from ecckpt.state.dtypes import CODE_OF
-from ecckpt.testing import LocalCluster
-from ecckpt.weights import INDEX, MANIFEST, SINGLE
+from ecckpt.integrations.safetensors import export as exporting
+from ecckpt.integrations.safetensors.export import export_safetensors
+from ecckpt.integrations.safetensors.importer import import_safetensors, read_weights
+from ecckpt.integrations.safetensors.index import INDEX, MANIFEST, SINGLE
+from ecckpt.state.tensors.dtypes import CODE_OF
+from ecckpt.testing.local_cluster import LocalCluster
 
 RAW = torch.arange(64, dtype=torch.uint8) % 2
 

@@ -6,9 +6,11 @@ import time
 import pytest
 from worlds import World, states_for
 
-from ecckpt import errors, wire
+from ecckpt import errors
 from ecckpt.cli import main
-from ecckpt.testing import LocalCluster
+from ecckpt.protocol.messages.restore import Begin, Forget
+from ecckpt.protocol.verbs import BEGIN, FORGET, INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 RUN = "test"
 
@@ -38,12 +40,12 @@ def stored(folder):
 
 def test_without_yes_nothing_is_dropped(cluster6: LocalCluster, capsys):
     saved(cluster6).close()
-    before = [cluster6.client(node).inventory(RUN) for node in cluster6.nodes]
+    before = [cluster6.client(node).call(INVENTORY, RUN) for node in cluster6.nodes]
     status, found = forget(cluster6, capsys)
     assert (status, found["dropped"]) == (0, False)
     assert [each["node"] for each in found["nodes"]] == list(cluster6.nodes)
     assert all(each["memory_bytes"] and each["saved_unix_s"] for each in found["nodes"])
-    assert [cluster6.client(node).inventory(RUN) for node in cluster6.nodes] == before
+    assert [cluster6.client(node).call(INVENTORY, RUN) for node in cluster6.nodes] == before
 
 
 def test_a_run_is_dropped_and_its_name_is_as_good_as_new(cluster6: LocalCluster, capsys):
@@ -51,7 +53,7 @@ def test_a_run_is_dropped_and_its_name_is_as_good_as_new(cluster6: LocalCluster,
     status, found = forget(cluster6, capsys, "--yes")
     assert (status, found["dropped"]) == (0, True)
     for node in cluster6.nodes:
-        inventory = cluster6.client(node).inventory(RUN)
+        inventory = cluster6.client(node).call(INVENTORY, RUN)
         assert not inventory.headers
         assert (inventory.committed, inventory.rejected) == (None, {})
     # Who was still at work goes on without being saved.
@@ -105,8 +107,8 @@ def test_a_run_that_nobody_has_is_an_error(cluster1: LocalCluster, capsys):
 
 def test_a_run_that_began_anew_meanwhile_is_not_dropped(cluster1: LocalCluster):
     client = cluster1.client("n0")
-    client.begin(wire.Begin(RUN, 5, "a" * 16))
+    client.call(BEGIN, Begin(RUN, 5, "a" * 16))
     with pytest.raises(errors.Fenced):
-        client.forget(wire.Forget(RUN, 5, "b" * 16))
+        client.call(FORGET, Forget(RUN, 5, "b" * 16))
     with pytest.raises(errors.Fenced):
-        client.forget(wire.Forget(RUN, 4, "a" * 16))
+        client.call(FORGET, Forget(RUN, 4, "a" * 16))

@@ -15,9 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from ecckpt.checksums import crc32c
-from ecckpt.codec import Codec
-from ecckpt.fragment import (
+from ecckpt.coding.crc32c import crc32c
+from ecckpt.coding.reed_solomon import Codec
+from ecckpt.format.fragment_file import (
     FORMAT_VERSION,
     HOME,
     SUPERBLOCK_BYTES,
@@ -28,8 +28,10 @@ from ecckpt.fragment import (
     parse_superblock,
     parse_table,
 )
-from ecckpt.generation import Generation, ShardId
-from ecckpt.state import plan_shard, read_shard, values
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tree import values
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"

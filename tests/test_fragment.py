@@ -11,10 +11,10 @@ from builders import generation, header, headers, table_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ecckpt import gf256
-from ecckpt.checksums import crc32c
+from ecckpt.coding import gf256
+from ecckpt.coding.crc32c import crc32c
 from ecckpt.errors import CorruptFragment, VersionMismatch
-from ecckpt.fragment import (
+from ecckpt.format.fragment_file import (
     FORMAT_VERSION,
     HOME,
     SUPERBLOCK_BYTES,

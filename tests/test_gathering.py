@@ -3,17 +3,17 @@
 import pytest
 from builders import header
 
-from ecckpt import wire
-from ecckpt.agent.gathering import Gathering
+from ecckpt.agent.core.gather_plan import Gathering
 from ecckpt.errors import TooFewFragments
+from ecckpt.protocol.messages.restore import Fetch, Sources
 
 BAD = [(0, 0)]
 
 
 def gathering(*sources):
     """Of RS(3, 2), one row; ``sources`` are (index, addresses)."""
-    found = tuple(wire.Sources(index, addresses) for index, addresses in sources)
-    return Gathering.of(wire.Fetch(header(), 1, found, 0, 30.0))
+    found = tuple(Sources(index, addresses) for index, addresses in sources)
+    return Gathering.of(Fetch(header(), 1, found, 0, 30.0))
 
 
 def pull(found, index, *, bad=()):

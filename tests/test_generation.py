@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecckpt.errors import InvalidConfig, InvalidMessage
-from ecckpt.generation import Generation, ShardId, check_name
+from ecckpt.format.ids import Generation, ShardId, check_name
 
 BAD_GENERATIONS = [
     "",

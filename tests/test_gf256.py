@@ -7,7 +7,7 @@ import zfec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecckpt import gf256
+from ecckpt.coding import gf256
 from ecckpt.errors import InvalidBuffer, InvalidCode
 
 elements = st.integers(0, 255)

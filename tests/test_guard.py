@@ -4,18 +4,15 @@ import pytest
 from builders import generation, header, table_of
 from hands import BUDGET, NEW, Hands, commit, held, hold, protect, scattering, stage
 
-from ecckpt import wire
-from ecckpt.agent import actions as act
-from ecckpt.agent.notes import pack_notes, unpack_notes
-from ecckpt.agent.sizes import parity_region_bytes, steady_bytes
-from ecckpt.agent.vigil import MISSES, ROUND_S
-from ecckpt.errors import (
-    AgentUnreachable,
-    Fenced,
-    InvalidMessage,
-    MemoryBudgetTooSmall,
-)
-from ecckpt.fragment import HOME
+from ecckpt.agent.core import actions as act
+from ecckpt.agent.core.health import MISSES, ROUND_S
+from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
+from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
+from ecckpt.errors import AgentUnreachable, Fenced, InvalidMessage, MemoryBudgetTooSmall
+from ecckpt.format.fragment_file import HOME
+from ecckpt.protocol.messages.repair import Guard, Member, Presence, Probe
+from ecckpt.protocol.messages.restore import Fence, Fetch
+from ecckpt.protocol.messages.save import Held, Protect
 
 SHARD = header(gen=NEW).shard
 DEAD = None
@@ -23,8 +20,8 @@ DEAD = None
 
 def guard(spares=0, *, writer=1, memory_bytes=BUDGET, holders=5):
     names = [f"h{at}" for at in range(5)] + [f"s{at}" for at in range(spares)]
-    members = tuple(wire.Member(name, name, f"{name}:1") for name in names)
-    return wire.Guard("test", writer, members, holders, 1, memory_bytes, 60.0)
+    members = tuple(Member(name, name, f"{name}:1") for name in names)
+    return Guard("test", writer, members, holders, 1, memory_bytes, 60.0)
 
 
 class Group:
@@ -59,17 +56,17 @@ class Group:
             self.wake_s = wake.at_s
             self.asked = []
             self.hands.now_s += 0.1
-            while any(isinstance(each, act.Ask) for each in self.hands.todo):
+            while any(isinstance(each, act.AskPeer) for each in self.hands.todo):
                 self._answer()
 
     def _answer(self):
-        ask = self.hands.next(act.Ask)
+        ask = self.hands.next(act.AskPeer)
         name = ask.sight.address.removesuffix(":1")
         self.asked.append(name)
         if self.has[name] is DEAD:
             self.hands.tell(act.Failed(ask, AgentUnreachable(name, "dead")))
             return
-        seen = wire.Presence(
+        seen = Presence(
             self.names.get(name, name),
             self.committed,
             tuple(tuple(self.has[name]) for _ in ask.message.shards),
@@ -263,13 +260,13 @@ def test_one_shard_after_another():
     hands = group.hands
     stage(hands, rank=1)
     shard = header(gen=NEW, rank=1).shard
-    hands.tell(wire.Protect(shard, 1, protect().targets, 3, BUDGET, 60.0, ()))
+    hands.tell(Protect(shard, 1, protect().targets, 3, BUDGET, 60.0, ()))
     hands.answers.clear()
     hands.end(act.Allocate)
     hands.end(act.Encode, table_of(header()))
     hands.todo.clear()
     for index in range(5):
-        hands.ask(wire.Held(shard, index, f"h{index}", ""))
+        hands.ask(Held(shard, index, f"h{index}", ""))
     group.round()
     group.has["h2"] = set()
     group.round()
@@ -394,7 +391,7 @@ def test_holders_keep_what_their_next_save_takes():
 def test_while_a_restart_is_under_way_nothing_is_asked_or_repaired():
     group = Group()
     group.has["h1"] = set()
-    group.hands.ask(wire.Fence("test", 2, None, ()))
+    group.hands.ask(Fence("test", 2, None, ()))
     group.round(3)
     assert group.asked == []
     group.hands.ask(guard(writer=2))
@@ -407,8 +404,8 @@ def test_while_a_restart_is_under_way_nothing_is_asked_or_repaired():
 def test_what_the_run_went_back_to_is_guarded_too():
     group = Group()
     older = generation(1, 5)
-    group.hands.ask(wire.Fence("test", 2, older, ()))
-    group.hands.tell(wire.Fetch(header(gen=older), 2, (), BUDGET, 60.0))
+    group.hands.ask(Fence("test", 2, older, ()))
+    group.hands.tell(Fetch(header(gen=older), 2, (), BUDGET, 60.0))
     group.hands.end(act.Allocate)
     group.hands.end(act.Allocate)
     group.hands.end(act.Gather, act.Gathered(table_of(header()), 0, 0, ()))
@@ -466,7 +463,7 @@ def test_more_holders_than_members_are_refused():
 
 def test_a_single_node_has_nothing_to_watch():
     group = Group()
-    group.hands.ask(wire.Guard("test", 1, (), 0, 1, BUDGET, 60.0))
+    group.hands.ask(Guard("test", 1, (), 0, 1, BUDGET, 60.0))
     group.round(2)
     assert (group.asked, group.now.margin, group.now.missing) == ([], 0, 0)
 
@@ -474,11 +471,11 @@ def test_a_single_node_has_nothing_to_watch():
 def test_presence_is_what_is_complete_and_what_is_coming():
     hands = Hands()
     hands.ask(hold(2))
-    probe = wire.Probe("test", (SHARD, header(gen=NEW, rank=1).shard))
-    assert hands.core.presence(probe) == wire.Presence("n1", None, ((), ()), ((2,), ()))
+    probe = Probe("test", (SHARD, header(gen=NEW, rank=1).shard))
+    assert hands.core.presence(probe) == Presence("n1", None, ((), ()), ((2,), ()))
     hands.end(act.Allocate)
     hands.end(act.Pull, 0)
-    assert hands.core.presence(probe) == wire.Presence("n1", None, ((2,), ()), ((), ()))
+    assert hands.core.presence(probe) == Presence("n1", None, ((2,), ()), ((), ()))
     here = Group().hands.core.presence(probe)
     assert (here.committed, here.held) == (NEW, ((HOME,), ()))
     assert Hands().core.presence(probe).held == ((), ())

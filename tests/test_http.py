@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.client import AgentClient
 from ecckpt.errors import (
     AgentUnreachable,
     CorruptFragment,
@@ -18,7 +17,8 @@ from ecckpt.errors import (
     InvalidMessage,
     RequestRefused,
 )
-from ecckpt.transport import http
+from ecckpt.protocol import http
+from ecckpt.protocol.agent_client import AgentClient
 
 TIMEOUT_S = 5.0  # of calls that shall be answered, or fail at once
 CUT_S = 0.2  # of calls that are not

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 from worlds import World, states_for
 
-from ecckpt import wire
-from ecckpt.client import AgentClient, shard_path
-from ecckpt.fragment import HOME
-from ecckpt.generation import ShardId
-from ecckpt.recovery import RecoveryPlan, plan_recovery
-from ecckpt.testing import LocalCluster
-from ecckpt.transport.http import request
+from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import ShardId
+from ecckpt.policy.survival import RecoveryPlan, plan_recovery
+from ecckpt.protocol.agent_client import AgentClient, shard_path
+from ecckpt.protocol.http import request
+from ecckpt.protocol.messages.restore import Fetch, Sources
+from ecckpt.protocol.verbs import FETCH, INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 NODES = [f"n{index}" for index in range(6)]
 LOSSES = [lost for count in (1, 2, 3) for lost in itertools.combinations(NODES, count)]
@@ -70,7 +71,7 @@ def _download(client: AgentClient, shard: ShardId) -> bytes:
 
 
 def _plan(cluster: LocalCluster, alive: list[str]) -> RecoveryPlan:
-    return plan_recovery("test", [cluster.client(node).inventory("test") for node in alive])
+    return plan_recovery("test", [cluster.client(node).call(INVENTORY, "test") for node in alive])
 
 
 def _survivors(saved: Path, lost: tuple[str, ...], folder: Path) -> tuple[LocalCluster, list[str]]:
@@ -114,11 +115,11 @@ def test_every_loss_of_up_to_three_nodes(
             if home in lost:
                 home = alive[report.rank % len(alive)]
                 sources = tuple(
-                    wire.Sources(index, tuple(address[node] for node in nodes))
+                    Sources(index, tuple(address[node] for node in nodes))
                     for index, nodes in report.fragments.items()
                 )
                 header = replace(report.header.at(HOME), home=home)
-                cluster.client(home).fetch(wire.Fetch(header, 2, sources, 0, 30.0))
+                cluster.client(home).call(FETCH, Fetch(header, 2, sources, 0, 30.0))
             shard = _download(cluster.client(home), report.header.shard)
             assert shard == shards[report.rank]
     finally:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ecckpt
-from ecckpt.client import AgentClient
 from ecckpt.errors import AgentUnreachable
-from ecckpt.testing import LocalCluster
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.testing.local_cluster import LocalCluster
 
 NODES = 6
 

@@ -8,11 +8,11 @@ from builders import generation, header, table_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecckpt.agent.ledger import Entry, Ledger
+from ecckpt.agent.core.run_record import Entry, RunRecord
+from ecckpt.agent.storage.regions import Region
 from ecckpt.errors import Fenced
-from ecckpt.fragment import HOME
-from ecckpt.lineage import RollBack
-from ecckpt.tiers.memory import Region
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.rollbacks import RollBack
 
 STEPS = [8, 9, 10, 99, 100, 999_999, 1_000_000, 10_000_000]
 
@@ -26,7 +26,7 @@ def enter(ledger, gen, *, rank=0, index=HOME, sealed=True):
 
 
 def ledger_with(*gens, **state):
-    ledger = Ledger("test", **state)
+    ledger = RunRecord("test", **state)
     for gen in gens:
         for index in (HOME, 2):
             enter(ledger, gen, index=index)
@@ -106,7 +106,7 @@ def test_whatever_the_order_of_commits_the_newest_committed_stays(order):
 
 def test_a_rank_gives_up_its_own_shards_only():
     gen = generation(1, 9)
-    ledger = Ledger("test")
+    ledger = RunRecord("test")
     mine, copy = enter(ledger, gen, rank=3), enter(ledger, gen, rank=3, index=1)
     enter(ledger, gen, rank=4)
     enter(ledger, generation(1, 10), rank=3)
@@ -119,7 +119,7 @@ def test_giving_up_in_another_session_touches_nothing():
 
 
 def test_slots_that_nobody_sealed_or_works_on_are_unfinished():
-    ledger = Ledger("test")
+    ledger = RunRecord("test")
     sealed = enter(ledger, generation(1, 8), rank=0)
     gone = enter(ledger, generation(1, 9), rank=0, sealed=False)
     other = enter(ledger, generation(1, 9), rank=1, sealed=False)
@@ -136,7 +136,7 @@ def test_slots_that_nobody_sealed_or_works_on_are_unfinished():
 
 
 def test_an_older_writer_is_fenced_off_with_both_numbers():
-    ledger = Ledger("test", fence=3)
+    ledger = RunRecord("test", fence=3)
     with pytest.raises(Fenced, match="timeline 2 is fenced off: timeline 3") as caught:
         ledger.admit(2)
     assert (caught.value.timeline, caught.value.current) == (2, 3)
@@ -144,13 +144,13 @@ def test_an_older_writer_is_fenced_off_with_both_numbers():
 
 
 def test_the_first_writer_of_a_newer_timeline_is_news():
-    ledger = Ledger("test", fence=3)
+    ledger = RunRecord("test", fence=3)
     assert [ledger.admit(writer) for writer in (3, 4, 4, 7)] == [False, True, False, True]
     assert ledger.fence == 7
 
 
 def test_of_two_starts_at_most_one_begins_a_timeline():
-    ledger = Ledger("test", fence=3)
+    ledger = RunRecord("test", fence=3)
     assert ledger.begin(4, "one")
     assert not ledger.begin(4, "one")  # asked again
     with pytest.raises(Fenced, match="timeline 4 is fenced off: timeline 4"):

@@ -7,8 +7,8 @@ from builders import generation, header, inventory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecckpt.lineage import RollBack, abandoned_by, in_force
-from ecckpt.recovery import plan_recovery
+from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
+from ecckpt.policy.survival import plan_recovery
 
 
 def world_of(gens, roll_backs=(), fence=0):

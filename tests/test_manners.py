@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.agent.manners import Manners, parse_cpus
-from ecckpt.agent.pace import pace_of
-from ecckpt.agents import await_agent, local_client, start
-from ecckpt.config import NodeConfig
+from ecckpt.agent.runtime.cpu_limits import Manners, parse_cpus
+from ecckpt.agent.runtime.rate_limit import pace_of
+from ecckpt.client.cluster.local_agent import await_agent, local_client, start
+from ecckpt.client.config import NodeConfig
 from ecckpt.errors import InvalidConfig
-from ecckpt.testing import children
+from ecckpt.testing.local_cluster import children
 
 
 def test_lists_of_cpus():

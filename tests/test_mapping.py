@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecckpt import mapping
-from ecckpt.mapping import (
+from ecckpt.memory import mapping
+from ecckpt.memory.mapping import (
     HUGE_PAGE_BYTES,
     before_unmapping,
     begin_huge,

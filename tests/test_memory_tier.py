@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from media import small_tmpfs
 from tier_suite import TierSuite, content_of
 
+from ecckpt.agent.storage.regions import MemoryTier, void
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotMapped, TmpfsFull
-from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.mapping import HUGE_PAGE_BYTES, make_huge
-from ecckpt.tiers.memory import MemoryTier, private_folder, void
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
+from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
+from ecckpt.memory.private_folder import private_folder
 
 PAGE = 4096
 MIB = 1 << 20
@@ -414,7 +415,7 @@ def on_huge_pages(region):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("ecckpt.tiers.hugepages._CALM_S", 0.0)
+    monkeypatch.setattr("ecckpt.agent.storage.hugepages._CALM_S", 0.0)
 
 
 def test_new_regions_are_on_huge_pages(tier):
@@ -425,7 +426,7 @@ def test_new_regions_are_on_huge_pages(tier):
 
 
 def test_no_memory_for_a_thread_costs_no_region(tier, monkeypatch):
-    monkeypatch.setattr("ecckpt.tiers.memory.begin_huge", lambda descriptor, view: False)
+    monkeypatch.setattr("ecckpt.agent.storage.regions.begin_huge", lambda descriptor, view: False)
     with monkeypatch.context() as short:
         short.setattr("threading.Thread.start", MagicMock(side_effect=RuntimeError))
         kept = take(tier, HUGE_PAGE_BYTES)
@@ -436,7 +437,7 @@ def test_no_memory_for_a_thread_costs_no_region(tier, monkeypatch):
 
 def test_regions_that_began_without_are_on_huge_pages_before_long(tier, impatient, monkeypatch):
     # As if the kernel had none at the moment.
-    monkeypatch.setattr("ecckpt.tiers.memory.begin_huge", lambda descriptor, view: False)
+    monkeypatch.setattr("ecckpt.agent.storage.regions.begin_huge", lambda descriptor, view: False)
     region = take(tier, 2 * HUGE_PAGE_BYTES + PAGE, budget_bytes=64 * MIB)
     if not make_huge(region.view):
         pytest.skip("this kernel makes no huge pages of tmpfs files (MADV_COLLAPSE, Linux 6.1)")

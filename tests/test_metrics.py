@@ -2,7 +2,7 @@
 
 import re
 
-from ecckpt.agent.metrics import exposition
+from ecckpt.agent.runtime.metrics import exposition
 
 
 def facts(**more):

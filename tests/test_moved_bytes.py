@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from builders import header
 
-from ecckpt.blocks import covering
-from ecckpt.fragment import block_bytes_for
-from ecckpt.state.boxes import byte_runs, cut_of, in_common
+from ecckpt.format.block_ranges import covering
+from ecckpt.format.fragment_file import block_bytes_for
+from ecckpt.state.tensors.boxes import byte_runs, cut_of, in_common
 
 ITEM_BYTES = 4
 MOMENTS = 3  # the weights are the first of them

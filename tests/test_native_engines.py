@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecckpt import gf256
+from ecckpt.coding import gf256
 
 pytestmark = pytest.mark.long
 

@@ -13,14 +13,27 @@ import numpy as np
 import pytest
 from builders import generation, header, table_of
 
-from ecckpt import wire
-from ecckpt.agent.network import Network
-from ecckpt.client import AgentClient, shard_path
-from ecckpt.codec import Codec
+from ecckpt.agent.runtime.network import PeerNetwork
+from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import TooFewFragments
-from ecckpt.fragment import Header, pack_table
-from ecckpt.testing import LocalCluster
-from ecckpt.tracing import Tracer
+from ecckpt.format.fragment_file import Header, pack_table
+from ecckpt.protocol.agent_client import AgentClient, shard_path
+from ecckpt.protocol.encoding import pack_message, unpack_message
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.restore import Fetch, Sources
+from ecckpt.protocol.messages.save import (
+    Commit,
+    Held,
+    Hold,
+    Prefetch,
+    Protect,
+    Reserve,
+    Stage,
+    Watch,
+)
+from ecckpt.protocol.tracing import Tracer
+from ecckpt.protocol.verbs import COMMIT, HOLD, INVENTORY, PREFETCH, PROTECT, RESERVE, STAGE, WATCH
+from ecckpt.testing.local_cluster import LocalCluster
 
 INDEX, BLOCK = 1, 4096
 
@@ -30,7 +43,7 @@ class Home:
 
     def __init__(self) -> None:
         self.gets: list[tuple[str, int]] = []
-        self.held: queue.SimpleQueue[wire.Held] = queue.SimpleQueue()
+        self.held: queue.SimpleQueue[Held] = queue.SimpleQueue()
         self.rotten: set[str] = set()  # queries that are answered with a block that is wrong
         self.refusals = 0
 
@@ -75,8 +88,8 @@ def serving(home: Home) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            home.held.put(wire.unpack(wire.Held, body))
-            self.reply(200, wire.pack(wire.Done()))
+            home.held.put(unpack_message(Held, body))
+            self.reply(200, pack_message(Done()))
 
         def reply(self, status: int, body: bytes) -> None:
             self.send_response(status)
@@ -104,19 +117,19 @@ class Holding:
 
     def prefetch(self, step: int) -> None:
         head, *_ = self._home.shard(step)
-        self.client.prefetch(wire.Prefetch(head, 1, self._address, 30.0, ()))
+        self.client.call(PREFETCH, Prefetch(head, 1, self._address, 30.0, ()))
 
     def hold(self, step: int) -> None:
         """Have it hold a fragment; its bytes are what they should be."""
         head, data, table = self._home.shard(step)
-        self.client.hold(wire.Hold(head, 1, table, self._address, 0, 30.0, (), False))
+        self.client.call(HOLD, Hold(head, 1, table, self._address, 0, 30.0, (), False))
         assert self._home.held.get(timeout=20).problem == ""
         found = bytearray(len(data))
         self.client.pull_fragment(head.shard, INDEX, memoryview(found), timeout_s=10)
         assert found == data
 
     def commit(self, step: int) -> None:
-        self.client.commit("network", generation(1, step))
+        self.client.call(COMMIT, Commit("network", generation(1, step)))
 
     def used_bytes(self) -> int:
         return int(self.client.status()["runs"]["network"]["used_bytes"])
@@ -145,7 +158,7 @@ def test_what_is_fetched_early_is_held_without_another_pull(cluster1: LocalClust
         assert home.gets == [("early", size_bytes), ("", BLOCK)]
         holding.prefetch(6)  # nobody asks for it
         holding.commit(7)
-        held = holding.client.inventory("network").headers
+        held = holding.client.call(INVENTORY, "network").headers
         assert not [each for each in held if each.shard.generation.step == 6]
         assert holding.used_bytes() == used_bytes
 
@@ -153,16 +166,16 @@ def test_what_is_fetched_early_is_held_without_another_pull(cluster1: LocalClust
 def test_a_home_gives_nothing_early_that_is_not_being_encoded(cluster1: LocalCluster) -> None:
     client = cluster1.client("n0")
     head = header(run="early", gen=generation(1, 1), k=1, m=0)
-    slot = client.reserve(wire.Reserve(head, 0, 1, 0, ()))
-    client.stage(wire.Stage(slot.header, slot.region))
+    slot = client.call(RESERVE, Reserve(head, 0, 1, 0, ()))
+    client.call(STAGE, Stage(slot.header, slot.region))
     path = f"{shard_path(head.shard)}/fragments/0"
     for query in ("", "?early", "?last"):
         status, _ = client._exchange("GET", path + query)
         assert status == 404
-    client.protect(wire.Protect(head.shard, 1, (), 0, 0, 30.0, ()))
+    client.call(PROTECT, Protect(head.shard, 1, (), 0, 0, 30.0, ()))
     state = "encoding"
     while state not in ("protected", "failed"):
-        state = client.watch(wire.Watch(head.shard, state, 5.0)).state
+        state = client.call(WATCH, Watch(head.shard, state, 5.0)).state
     assert client._exchange("GET", path + "?early")[0] == 200
 
 
@@ -172,8 +185,8 @@ def test_checksums_are_asked_for_twice(refusals: int) -> None:
     home.refusals = refusals
     head = home.shard(1)[0].at(-1)
     with serving(home) as address:
-        message = wire.Fetch(head, 1, (wire.Sources(0, (address,)),), 0, 30.0)
-        network = Network("", Tracer())
+        message = Fetch(head, 1, (Sources(0, (address,)),), 0, 30.0)
+        network = PeerNetwork("", Tracer())
         if refusals > 1:
             with pytest.raises(TooFewFragments, match="checksums of"):
                 network._table(message, time.monotonic() + 30)

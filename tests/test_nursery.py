@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ecckpt.errors import AgentUnreachable
-from ecckpt.nursery import Nursery
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.agent_forkserver import Nursery
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 def test_they_get_the_environment_and_folder_of_their_starter(cluster1, monkeypatch, tmp_path):
@@ -39,7 +39,7 @@ def test_how_one_ended_is_known(cluster1):
 
 def test_without_the_nursery_they_go_on_and_can_be_ended(monkeypatch):
     own = Nursery()
-    monkeypatch.setattr("ecckpt.testing.nursery", lambda: own)
+    monkeypatch.setattr("ecckpt.testing.local_cluster.nursery", lambda: own)
     with LocalCluster(nodes=1) as cluster:
         own.end()
         assert cluster.client("n0").node().node == "n0"

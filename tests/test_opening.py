@@ -21,8 +21,10 @@ from ecckpt.errors import (
     StateMismatch,
     TooFewFragments,
 )
-from ecckpt.state.dtypes import STORED
-from ecckpt.testing import LocalCluster
+from ecckpt.protocol.messages.save import Commit
+from ecckpt.protocol.verbs import COMMIT
+from ecckpt.state.tensors.dtypes import STORED
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +298,7 @@ def test_a_generation_that_goes_while_it_is_open(cluster6):
     assert (found.generation.step, newest.generation.step) == (1, 2)
     assert opened(cluster6, step=1).generation.step == 1
     for node in cluster6.nodes:
-        cluster6.client(node).commit("test", newest.generation)
+        cluster6.client(node).call(COMMIT, Commit("test", newest.generation))
     with pytest.raises(TooFewFragments, match="0 good fragments"):
         found["x"]
     assert same(newest["x"], random(50_000, seed=1))

@@ -3,10 +3,7 @@
 import pytest
 from builders import generation, header, inventory
 
-from ecckpt.errors import NoRoomToRestore, StateMismatch
-from ecckpt.fragment import HOME
-from ecckpt.lineage import RollBack
-from ecckpt.ordering import (
+from ecckpt.client.restore.protocol import (
     Outcome,
     Refusals,
     Wanted,
@@ -15,8 +12,11 @@ from ecckpt.ordering import (
     passes_over,
     way_home,
 )
-from ecckpt.placement import Node, parse_code, plan_placement
-from ecckpt.recovery import plan_recovery
+from ecckpt.errors import NoRoomToRestore, StateMismatch
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.placement import Node, parse_code, plan_placement
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import plan_recovery
 
 OLD, NEW = generation(1, 9), generation(1, 10)
 NODES = [f"n{at}" for at in range(6)]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecckpt.errors import DuplicateNode, InvalidCode, TooFewNodes
-from ecckpt.placement import Code, Node, Placement, parse_code, plan_placement, plan_repair
+from ecckpt.policy.placement import Code, Node, Placement, parse_code, plan_placement, plan_repair
 
 
 def cluster(count, domains=0):

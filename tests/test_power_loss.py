@@ -13,13 +13,14 @@ from media import frozen, small_ext4, small_tmpfs
 from worlds import World, same_state, states_for
 
 import ecckpt
-from ecckpt import agents
 from ecckpt.cli import main
+from ecckpt.client.cluster import local_agent as agents
 from ecckpt.errors import AgentUnreachable, NothingToRestore, SaveSkipped
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, parse_superblock
-from ecckpt.generation import Generation
-from ecckpt.recovery import Inventory
-from ecckpt.testing import LocalCluster
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, parse_superblock
+from ecckpt.format.ids import Generation
+from ecckpt.policy.survival import Inventory
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def inventories(cluster: LocalCluster) -> list[Inventory]:
-    return [cluster.client(node).inventory("test") for node in cluster.nodes]
+    return [cluster.client(node).call(INVENTORY, "test") for node in cluster.nodes]
 
 
 def await_true(what: Callable[[], bool], *, but: type[Exception] = AssertionError) -> None:

@@ -5,11 +5,12 @@ import pytest
 from builders import generation, header, table_of
 from hands import NEW, OLD, Hands, commit, hold, protect, reserve, stage, state
 
-from ecckpt import wire
-from ecckpt.agent import actions as act
-from ecckpt.agent import prefetch as room
+from ecckpt.agent.core import actions as act
+from ecckpt.agent.core import prefetch as room
 from ecckpt.errors import EcckptError, Fenced, InvalidMessage, MemoryBudgetTooSmall, NotHeld
-from ecckpt.fragment import HOME
+from ecckpt.format.fragment_file import HOME
+from ecckpt.protocol.messages.restore import Fence, Forget
+from ecckpt.protocol.messages.save import Prefetch
 
 LARGE = {"shard_bytes": 100_000, "block_bytes": 4096}
 ROWS = header(**LARGE).rows
@@ -24,7 +25,7 @@ def hands():
 
 
 def prefetch(index=2, *, writer=1, discard=(), timeout_s=60.0, **fields):
-    return wire.Prefetch(
+    return Prefetch(
         header(index, **LARGE | {"gen": NEW} | fields), writer, "n0:1", timeout_s, discard
     )
 
@@ -248,7 +249,7 @@ def test_what_makes_no_sense_is_refused(hands):
     for index in (HOME, 3):
         with pytest.raises(InvalidMessage, match="not there before it is encoded"):
             hands.tell(prefetch(index))
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     with pytest.raises(Fenced):
         hands.tell(prefetch())
     assert not hands.todo
@@ -259,7 +260,7 @@ def test_what_makes_no_sense_is_refused(hands):
 
 
 def forget(hands):
-    hands.ask(wire.Forget("test", 2, "0" * 16))
+    hands.ask(Forget("test", 2, "0" * 16))
 
 
 def passes(hands):
@@ -272,7 +273,7 @@ ENDS = {
     "deadline": passes,
     "commit": lambda hands: hands.ask(commit(NEW)),
     "newer commit": lambda hands: hands.ask(commit(generation(1, 11))),
-    "fence": lambda hands: hands.ask(wire.Fence("test", 2, None, ())),
+    "fence": lambda hands: hands.ask(Fence("test", 2, None, ())),
     "forget": forget,
     "given up": lambda hands: hands.ask(
         prefetch(index=0, gen=generation(1, 11), discard=(NEW,), rank=0)
@@ -315,7 +316,7 @@ def test_other_ranks_and_runs_keep_theirs(hands):
     fetched(hands, prefetch(rank=1))
     fetched(hands, prefetch(run="other"))
     hands.ask(prefetch(gen=generation(1, 11)))
-    hands.ask(wire.Fence("third", 5, None, ()))
+    hands.ask(Fence("third", 5, None, ()))
     hands.ask(commit(OLD))
     assert len(kept(hands)) == 4  # the third is on its way, and counts twice
 
@@ -345,7 +346,7 @@ def test_room_is_made_of_that_run_where_its_budget_is_the_limit(hands):
 def test_a_writer_fenced_after_it_was_asked_for_is_not_kept(hands):
     hands.ask(prefetch())
     hands.ask(ask())
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     hands.end(act.Pull, 0)
     assert "fenced off" in held(hands)
     assert hands.held() == []

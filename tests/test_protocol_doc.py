@@ -4,18 +4,19 @@ import re
 import typing
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
+from message_classes import message_classes
 
-from ecckpt import wire
-from ecckpt.agent import app, daemon, metrics
-from ecckpt.agent.app import Application
-from ecckpt.fragment import Header
-from ecckpt.generation import Generation, ShardId
-from ecckpt.headers import Headers
-from ecckpt.lineage import RollBack
-from ecckpt.recovery import Inventory
+from ecckpt.agent.runtime import daemon, metrics
+from ecckpt.agent.runtime import http_app as app
+from ecckpt.format.fragment_file import Header
+from ecckpt.format.header_columns import Headers
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import Inventory
+from ecckpt.protocol.encoding import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, REQUEST_LIMIT_BYTES
+from ecckpt.protocol.verbs import VERBS
 
 DOCS = Path(__file__).parent.parent / "docs"
 TEXT = (DOCS / "PROTOCOL.md").read_text()
@@ -27,7 +28,7 @@ def messages():
     """Return the fields of everything that travels, by class name."""
     found = {
         kind.__name__: [field.name for field in fields(kind)]
-        for kind in (*vars(wire).values(), ShardId, RollBack, Headers, Inventory)
+        for kind in (*message_classes(), ShardId, RollBack, Headers, Inventory)
         if isinstance(kind, type) and is_dataclass(kind) and kind not in (Header, Generation)
     }
     # A header travels flat.
@@ -37,15 +38,19 @@ def messages():
 
 
 def verbs():
-    """Return what app.py routes: verb -> (class of the body, of the answer, socket only)."""
-    agent = MagicMock(spec=app.Agent)
-    application = Application(agent, token="", stop=lambda: None)
-    found = {}
-    for routed, is_local in ((application._verbs, False), (application._local_verbs, True)):
-        for verb, (body, act) in routed.items():
-            answer = typing.get_type_hints(getattr(app.Agent, act._mock_name))["return"]
-            found[verb] = (body.__name__, answer.__name__, is_local)
-    return found
+    """Return the verbs of POST requests: verb -> (class of the body, of the answer, local)."""
+    return {
+        name: (verb.request.__name__, verb.answer.__name__, verb.local)
+        for name, verb in VERBS.items()
+        if not verb.is_read
+    }
+
+
+def test_the_agent_answers_every_verb_as_the_table_says():
+    for name, verb in VERBS.items():
+        hints = typing.get_type_hints(getattr(app.AgentService, name))
+        assert hints.pop("return") is verb.answer, name
+        assert list(hints.values()) == [verb.request], name
 
 
 def literals():
@@ -79,9 +84,10 @@ def test_every_verb_is_in_both():
 def test_every_other_path_is_in_both():
     whole, parts = literals()
     assert whole == {"/v1/node", "/v1/status", "/v1/shutdown", "/metrics"}
-    looks = {f"/v1/runs/{{run}}/{look}" for look in ("inventory", "trace")}
+    reads = {name for name, verb in VERBS.items() if verb.is_read}
+    looks = {f"/v1/runs/{{run}}/{look}" for look in reads}
     paths = whole | looks | {f"{SHARD}/table", f"{SHARD}/shard"}
-    assert {"inventory", "trace", "table", "shard"} <= parts
+    assert {"table", "shard"} <= parts
     paths |= {f"{SHARD}/fragments/{{index}}"}
     for path in paths:
         assert f"\n  {path}:\n" in YAML
@@ -141,9 +147,9 @@ def test_header_travels_as_listed():
 
 
 def test_limits_in_the_document():
-    assert f"| body of a request | {wire.REQUEST_LIMIT_BYTES >> 20} MiB" in TEXT
-    assert f"| body of an answer | {wire.MESSAGE_LIMIT_BYTES >> 20} MiB" in TEXT
-    assert f"Protocol version {wire.PROTOCOL_VERSION}." in TEXT
+    assert f"| body of a request | {REQUEST_LIMIT_BYTES >> 20} MiB" in TEXT
+    assert f"| body of an answer | {MESSAGE_LIMIT_BYTES >> 20} MiB" in TEXT
+    assert f"Protocol version {PROTOCOL_VERSION}." in TEXT
     assert f"| server threads | {daemon._THREADS} |" in TEXT
 
 

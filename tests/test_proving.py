@@ -14,19 +14,23 @@ from builders import SESSION
 from stored import shard_bytes, store
 from worlds import World, same_state, states_for
 
-from ecckpt import bringing, proving, wire
+from ecckpt.client.restore import home_copy as proving
+from ecckpt.client.restore import shard_source as bringing
+from ecckpt.client.restore.coordinator import Leader
+from ecckpt.client.restore.home_copy import ProofAhead, Prover
+from ecckpt.client.restore.protocol import as_told, way_home
+from ecckpt.client.slot_mappings import Slots
 from ecckpt.errors import CorruptFragment, Fenced
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
-from ecckpt.generation import Generation
-from ecckpt.leading import Leader
-from ecckpt.ordering import as_told, way_home
-from ecckpt.placement import Node, parse_code, plan_placement
-from ecckpt.proving import ProofAhead, Prover
-from ecckpt.recovery import plan_recovery
-from ecckpt.slots import Slots
-from ecckpt.state import assigning
-from ecckpt.testing import LocalCluster
-from ecckpt.tracing import Tracer
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, fragment_bytes_for
+from ecckpt.format.ids import Generation
+from ecckpt.policy.placement import Node, parse_code, plan_placement
+from ecckpt.policy.survival import plan_recovery
+from ecckpt.protocol.messages.restore import Fetch
+from ecckpt.protocol.messages.save import Reserve, Slot
+from ecckpt.protocol.tracing import Tracer
+from ecckpt.protocol.verbs import FETCH, INVENTORY, RESERVE, SLOT, TRACE
+from ecckpt.state.load import assigning
+from ecckpt.testing.local_cluster import LocalCluster
 
 State = dict[str, Any]
 
@@ -75,20 +79,20 @@ def _between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list
 
 def _proofs(cluster: LocalCluster) -> int:
     """How often a rank of n0 has proven a slot."""
-    return sum(span.name == "prove" for span in cluster.client("n0").trace("test").ranks)
+    return sum(span.name == "prove" for span in cluster.client("n0").call(TRACE, "test").ranks)
 
 
 def _home(cluster: LocalCluster) -> Header:
-    headers = cluster.client("n0").inventory("test").headers
+    headers = cluster.client("n0").call(INVENTORY, "test").headers
     homes = [header for header in headers if header.index == HOME]
     return max(homes, key=lambda header: header.shard.generation)
 
 
-def _slot(cluster: LocalCluster) -> wire.Slot:
-    return cluster.client("n0").slot(_home(cluster).shard)
+def _slot(cluster: LocalCluster) -> Slot:
+    return cluster.client("n0").call(SLOT, _home(cluster).shard)
 
 
-def _flip_a_bit(slot: wire.Slot) -> None:
+def _flip_a_bit(slot: Slot) -> None:
     with Path(slot.path).open("r+b") as file:
         file.seek(SUPERBLOCK_BYTES + 5000)
         (byte,) = file.read(1)
@@ -96,7 +100,7 @@ def _flip_a_bit(slot: wire.Slot) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def _give_up(cluster: LocalCluster, *, shard_bytes: int) -> wire.Slot:
+def _give_up(cluster: LocalCluster, *, shard_bytes: int) -> Slot:
     """An old writer gives step 1 up and asks for the slot of a step of another size."""
     header = _home(cluster)
     wish = replace(
@@ -106,19 +110,19 @@ def _give_up(cluster: LocalCluster, *, shard_bytes: int) -> wire.Slot:
         fragment_bytes=fragment_bytes_for(shard_bytes, header.k),
     )
     discard = (header.shard.generation,)
-    return cluster.client("n0").reserve(wire.Reserve(wish, 0, 1, 5, discard))
+    return cluster.client("n0").call(RESERVE, Reserve(wish, 0, 1, 5, discard))
 
 
-def _fetch(cluster: LocalCluster, header: Header) -> wire.Slot:
+def _fetch(cluster: LocalCluster, header: Header) -> Slot:
     """The old start brings step 1 to n0 once more."""
     nodes = [Node(node, node) for node in cluster.nodes]
-    found = [cluster.client(node).inventory("test") for node in cluster.nodes]
+    found = [cluster.client(node).call(INVENTORY, "test") for node in cluster.nodes]
     (shard,) = plan_recovery("test", found).chosen.shards  # type: ignore[union-attr]
     address = {node: cluster.client(node).node().address for node in cluster.nodes}
     placement = plan_placement(nodes, parse_code((3, 2), len(nodes)))
     way = way_home(shard, "n0", placement, address)
     assert way.header == header
-    return cluster.client("n0").fetch(wire.Fetch(header, 1, as_told(way.sources), 0, 30.0)).slot
+    return cluster.client("n0").call(FETCH, Fetch(header, 1, as_told(way.sources), 0, 30.0)).slot
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 from builders import header
 
-from ecckpt.client import AgentClient
 from ecckpt.errors import AgentUnreachable, CorruptFragment, RequestRefused, TooSlow
-from ecckpt.transport import ranges
-from ecckpt.transport.ranges import connections_for, pull_ranges, ranges_of
+from ecckpt.protocol import parallel_ranges as ranges
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.parallel_ranges import connections_for, pull_ranges, ranges_of
 
 MIB = 1 << 20
 SHARD = header().shard

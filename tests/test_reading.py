@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import World
 
-from ecckpt.blocks import covering
-from ecckpt.client import shard_path
+from ecckpt.client.read.shard_reader import Peers, ShardReader
 from ecckpt.errors import CorruptFragment, NotHeld, TooFewFragments
-from ecckpt.fragment import SUPERBLOCK_BYTES, Header, block_bytes_for
-from ecckpt.ordering import ShardSources
-from ecckpt.reading import Peers, ShardReader
-from ecckpt.recovery import ShardReport, plan_recovery
-from ecckpt.testing import LocalCluster
-from ecckpt.transport.http import request
+from ecckpt.format.block_ranges import covering
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, block_bytes_for
+from ecckpt.policy.survival import ShardReport, ShardSources, plan_recovery
+from ecckpt.protocol.agent_client import shard_path
+from ecckpt.protocol.http import request
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 SHARD_BYTES = 10_000_000  # 51 rows of 3 blocks, the last ones short
 BLOCK_BYTES = block_bytes_for(SHARD_BYTES)
@@ -35,7 +35,7 @@ def saved():
             world.restore([state])
             assert world.save(1, [state])[0].wait(30)
         clients = [cluster.client(node) for node in cluster.nodes]
-        plan = plan_recovery("test", [client.inventory("test") for client in clients])
+        plan = plan_recovery("test", [client.call(INVENTORY, "test") for client in clients])
         assert plan.chosen is not None
         (report,) = plan.chosen.shards
         assert report.header is not None

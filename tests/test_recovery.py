@@ -8,10 +8,10 @@ from builders import SESSION, generation, header, inventory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt.fragment import HOME
-from ecckpt.generation import Generation
-from ecckpt.placement import Code, Node, plan_placement
-from ecckpt.recovery import OnDisk, on_disk, plan_recovery
+from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import Generation
+from ecckpt.policy.placement import Code, Node, plan_placement
+from ecckpt.policy.survival import OnDisk, on_disk, plan_recovery
 
 GENERATIONS = [generation(1, 8), generation(1, 10), generation(2, 9), generation(2, 9, "f" * 16)]
 

@@ -11,9 +11,9 @@ from builders import generation, header, inventory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt import wire
-from ecckpt.fragment import HOME
-from ecckpt.recovery import GenerationReport, Inventory, ShardReport, plan_recovery
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.survival import GenerationReport, Inventory, ShardReport, plan_recovery
+from ecckpt.protocol.encoding import pack_message, unpack_message
 
 GENERATIONS = [generation(1, 8), generation(1, 10), generation(2, 9)]
 
@@ -122,7 +122,7 @@ def margin_of(k, homes, fragments):
 def test_every_report_follows_the_rule(told):
     expected = reports(told)
     assert list(plan_recovery("test", told).generations) == expected
-    arrived = [wire.unpack(Inventory, wire.pack(each)) for each in told]
+    arrived = [unpack_message(Inventory, pack_message(each)) for each in told]
     assert list(plan_recovery("test", arrived).generations) == expected
 
 

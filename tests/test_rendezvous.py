@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from ecckpt import errors
+from ecckpt.client.cluster.rendezvous import Alone, StoreMeeting, meet
 from ecckpt.errors import EcckptError, InvalidConfig, RankTimeout
-from ecckpt.rendezvous import Alone, StoreMeeting, meet
 
 SESSION = "0" * 16
 TIMEOUT_S = 0.5

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from worlds import World, same_state, states_for
 
-from ecckpt.testing import LocalCluster, children
+from ecckpt.testing.local_cluster import LocalCluster, children
 
 
 def soon(true: Callable[[], bool], timeout_s: float = 30.0) -> None:

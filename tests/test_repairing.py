@@ -6,10 +6,10 @@ import pytest
 from worlds import World, same_state, states_for
 
 from ecckpt.cli import main
-from ecckpt.client import AgentClient
+from ecckpt.client.admin.repair import repair_run
 from ecckpt.errors import AgentUnreachable, NothingToRestore
-from ecckpt.repairing import repair_run
-from ecckpt.testing import LocalCluster
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 def clients(cluster: LocalCluster) -> list[AgentClient]:

@@ -11,10 +11,12 @@ from reshaping import restore_as
 from torch import nn
 from worlds import World
 
-from ecckpt.checksums import checksum_many, crc32c
+from ecckpt.coding.crc32c import checksum_many, crc32c
 from ecckpt.errors import InvalidConfig, SaveFailed
-from ecckpt.state import Claim, Replicas, plan_shard, read_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.snapshot.replicas import Claim, Replicas
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 class Ema:
@@ -205,7 +207,7 @@ def test_a_kept_plan_makes_a_new_claim():
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_checksums_of_ranges_however_threads_cut_them(threads, monkeypatch):
-    monkeypatch.setattr("ecckpt.checksums.usable_threads", lambda threads: threads)
+    monkeypatch.setattr("ecckpt.coding.crc32c.usable_threads", lambda threads: threads)
     noise = torch.randint(0, 256, (3_000_000,), dtype=torch.uint8)
     sizes = [0, 1, 63, 64, 4096, 262_143, 300_001, 0, 1_500_000, 5]
     starts = [0, *itertools.accumulate(sizes)]

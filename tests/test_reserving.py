@@ -13,11 +13,14 @@ import pytest
 from builders import generation, header
 from worlds import World, same_state, states_for, stopped
 
-from ecckpt import reserving, wire
+from ecckpt.client.save import slot_reserver as reserving
+from ecckpt.client.save.slot_reserver import Reserver, while_alive
 from ecckpt.errors import AgentUnreachable, Fenced, MemoryBudgetTooSmall
-from ecckpt.fragment import HOME
-from ecckpt.reserving import Reserver, while_alive
-from ecckpt.testing import LocalCluster
+from ecckpt.format.fragment_file import HOME
+from ecckpt.protocol.messages.restore import Fence
+from ecckpt.protocol.messages.save import Reserve, Slot, Stage
+from ecckpt.protocol.verbs import FENCE, RESERVE, STAGE
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,7 @@ class Agent:
         answer = self.answers.pop(0) if self.answers else wish.header.file_bytes
         if isinstance(answer, Exception):
             raise answer
-        return wire.Slot(self.path, f"region{len(self.asked)}", 1, answer, 4096, wish.header)
+        return Slot(self.path, f"region{len(self.asked)}", 1, answer, 4096, wish.header)
 
     def node(self):
         if not self.alive:
@@ -81,7 +84,7 @@ def agent(tmp_path, monkeypatch):
 
 
 def wish(size_bytes=1000, *, timeline=1, step=5):
-    return wire.Reserve(
+    return Reserve(
         header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes), 0, 1, 0, ()
     )
 
@@ -279,9 +282,9 @@ def test_the_next_writer_takes_the_slot_of_a_dead_one_away(cluster1: LocalCluste
     client = cluster1.client("n0")
     regions = cluster1.root("n0") / "regions"
     wished = replace(wish(), header=replace(wish().header, home="n0"))
-    slot = client.reserve(wished)
-    again = client.reserve(wished)
+    slot = client.call(RESERVE, wished)
+    again = client.call(RESERVE, wished)
     assert [path.stem for path in regions.iterdir()] == [again.region] != [slot.region]
-    client.stage(wire.Stage(wished.header, again.region))
-    client.fence(wire.Fence("test", 2, None, ()))
+    client.call(STAGE, Stage(wished.header, again.region))
+    client.call(FENCE, Fence("test", 2, None, ()))
     assert list(regions.iterdir()) == []

@@ -18,7 +18,8 @@ from worlds import World
 
 import ecckpt
 from ecckpt.errors import StateMismatch
-from ecckpt.testing import LocalCluster
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.long
 
@@ -163,7 +164,7 @@ def test_what_all_ranks_had_alike_goes_to_any_number_of_ranks() -> None:
             assert all(handle.wait(30) for handle in world.save(2, blank))
             kept = {
                 each.shard.generation.step
-                for each in cluster.client("n2").inventory("test").headers
+                for each in cluster.client("n2").call(INVENTORY, "test").headers
             }
             assert kept == {2}  # the old world's generation stayed until the new one's commit
         assert all(each["lr"] == 3.5 and (each["weights"] == 3.5).all() for each in blank)

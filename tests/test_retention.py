@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecckpt.errors import InvalidConfig
-from ecckpt.fragment import HOME
-from ecckpt.lineage import RollBack, in_force
-from ecckpt.retention import Keep, ranks_short
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.retention import Keep, ranks_short
+from ecckpt.policy.rollbacks import RollBack, in_force
 
 STEPS = [8, 9, 10, 99, 100, 999_999, 1_000_000, 10_000_000]
 GENERATIONS = [generation(1, step) for step in STEPS]

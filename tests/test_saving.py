@@ -11,13 +11,14 @@ import pytest
 import torch.distributed as dist
 from builders import SESSION, generation
 
-from ecckpt import saving, wire
+from ecckpt.client.cluster.rendezvous import Alone, StoreMeeting
+from ecckpt.client.handles import SaveHandle
+from ecckpt.client.save import watcher as saving
+from ecckpt.client.save.commit_notice import Teller
+from ecckpt.client.save.watcher import Following, Watcher
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
-from ecckpt.generation import ShardId
-from ecckpt.handle import SaveHandle
-from ecckpt.rendezvous import Alone, StoreMeeting
-from ecckpt.saving import Following, Watcher
-from ecckpt.telling import Teller
+from ecckpt.format.ids import ShardId
+from ecckpt.protocol.messages.save import Progress
 
 GEN = generation()
 
@@ -41,7 +42,7 @@ class Agent:
 
     def progress(self):
         state, problems = self.shared.get("state", "encoding"), self.shared.get("problems", ())
-        return wire.Progress(state, 5, problems, 0.5, 0.75)
+        return Progress(state, 5, problems, 0.5, 0.75)
 
     def watch(self, message):
         with self.news:

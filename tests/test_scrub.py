@@ -6,11 +6,11 @@ import pytest
 from builders import header, table_of
 from hands import BUDGET, NEW, OLD, Hands
 
-from ecckpt.agent import actions as act
-from ecckpt.agent.core import Core
+from ecckpt.agent.core import actions as act
+from ecckpt.agent.core.core import Core
+from ecckpt.agent.storage.disk import DiskFile
 from ecckpt.errors import EcckptError
-from ecckpt.fragment import HOME
-from ecckpt.tiers.disk import DiskFile
+from ecckpt.format.fragment_file import HOME
 
 RATE = 10e6
 

@@ -12,23 +12,24 @@ import msgpack
 import pytest
 from builders import generation, header, table_of
 
-from ecckpt import wire
-from ecckpt.agent.actions import Allocate, Failed, Seal
-from ecckpt.agent.ledger import Entry
-from ecckpt.agent.node import Agent
-from ecckpt.agent.sizes import parity_region_bytes, steady_bytes
-from ecckpt.checksums import crc32c
-from ecckpt.codec import Codec
+from ecckpt.agent.core.actions import Allocate, Failed, Seal
+from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
+from ecckpt.agent.runtime.service import AgentService
+from ecckpt.agent.storage.regions import whole_pages
+from ecckpt.coding.crc32c import crc32c
+from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
-from ecckpt.fragment import (
+from ecckpt.format.fragment_file import (
     FORMAT_VERSION,
     HOME,
     SUPERBLOCK_BYTES,
     pack_superblock,
     parse_table,
 )
-from ecckpt.lineage import RollBack
-from ecckpt.tiers.memory import whole_pages
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.protocol.messages.restore import Fence
+from ecckpt.protocol.messages.save import Commit, Reserve
 
 BUDGET = 64 << 20
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -47,12 +48,14 @@ def root():
 
 @pytest.fixture
 def agent(root):
-    return Agent(root, node="n1", domain="n1", address="127.0.0.1:1", token="")
+    return AgentService(root, node="n1", domain="n1", address="127.0.0.1:1", token="")
 
 
 def again(agent):
     """The agent as it is after its process was killed and started anew."""
-    return Agent(Path(agent.info.root), node="n1", domain="n1", address="127.0.0.1:1", token="")
+    return AgentService(
+        Path(agent.info.root), node="n1", domain="n1", address="127.0.0.1:1", token=""
+    )
 
 
 def ledger(agent, run="test"):
@@ -69,11 +72,11 @@ def settle(agent, actions):
 
 
 def commit(agent, gen, run="test"):
-    agent.commit(wire.Commit(run, gen))
+    agent.commit(Commit(run, gen))
 
 
 def fence(agent, timeline, restored=None, *, run="test", roll_backs=()):
-    agent.fence(wire.Fence(run, timeline, restored, tuple(roll_backs)))
+    agent.fence(Fence(run, timeline, restored, tuple(roll_backs)))
 
 
 def give_up(agent, rank, gens, run="test"):
@@ -98,7 +101,7 @@ def room(agent, run, size_bytes, *, budget_bytes=BUDGET, task=None):
 
 def stage(agent, index=HOME, *, budget_bytes=BUDGET, **fields):
     shard = header(index, **{"gen": NEW} | fields)
-    task = wire.Reserve(shard, budget_bytes, 1, 0, ())
+    task = Reserve(shard, budget_bytes, 1, 0, ())
     region = room(agent, shard.shard.run, shard.file_bytes, budget_bytes=budget_bytes, task=task)
     entry = Entry(shard, region, None)
     settle(agent, agent.core.ledgers.enter(entry))

@@ -9,23 +9,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ecckpt import archiving, counting, ordering, recovery
-from ecckpt.agent import disk as agent_disk
-from ecckpt.agent import gathering, hold, ledger, ledgers, protect
-from ecckpt.agent.actions import Action, Recycle, Taking
-from ecckpt.blocks import Flags
-from ecckpt.counting import Count, Tell
-from ecckpt.generation import Generation
-from ecckpt.headers import Headers
-from ecckpt.recovery import RecoveryPlan
-from ecckpt.retention import Keep
-from ecckpt.sim import launching, leading, platter, pulling, restoring, saving
+from ecckpt.agent.core import gather_plan as gathering
+from ecckpt.agent.core import hold, protect
+from ecckpt.agent.core import run_record as ledger
+from ecckpt.agent.core import run_records as ledgers
+from ecckpt.agent.core.actions import Action, Recycle, Taking
+from ecckpt.agent.runtime import disk_store as agent_disk
+from ecckpt.agent.storage import budget as accounts
+from ecckpt.agent.storage import disk as tiers_disk
+from ecckpt.client.restore import protocol as ordering
+from ecckpt.client.save import archive_protocol as archiving
+from ecckpt.client.save import commit_protocol as counting
+from ecckpt.client.save.commit_protocol import Count, Tell
+from ecckpt.format.block_ranges import Flags
+from ecckpt.format.header_columns import Headers
+from ecckpt.format.ids import Generation
+from ecckpt.policy import survival as recovery
+from ecckpt.policy.retention import Keep
+from ecckpt.policy.survival import RecoveryPlan
+from ecckpt.sim import launcher as launching
+from ecckpt.sim import leading, restoring, saving
 from ecckpt.sim import simulate as simulating
 from ecckpt.sim.faults import NONE, Faults
-from ecckpt.sim.rules import Rules
+from ecckpt.sim.hosts import platter, pulling
+from ecckpt.sim.run_config import Rules
 from ecckpt.sim.simulate import simulate
-from ecckpt.tiers import accounts
-from ecckpt.tiers import disk as tiers_disk
 
 
 def _counts_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +65,7 @@ def _skips_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 def _retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit also lets go what it commits."""
 
-    def outdated(self: ledger.Ledger) -> list[ledger.Entry]:
+    def outdated(self: ledger.RunRecord) -> list[ledger.Entry]:
         committed = self.noted.committed
         return [
             entry
@@ -65,14 +73,14 @@ def _retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
             if committed is not None and shard.generation <= committed
         ]
 
-    monkeypatch.setattr(ledger.Ledger, "outdated", outdated)
+    monkeypatch.setattr(ledger.RunRecord, "outdated", outdated)
 
 
 def _takes_commits_of_fenced_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit(self: ledger.Ledger, generation: Generation) -> None:
+    def commit(self: ledger.RunRecord, generation: Generation) -> None:
         self.committed = max(self.committed or generation, generation)
 
-    monkeypatch.setattr(ledger.Ledger, "commit", commit)
+    monkeypatch.setattr(ledger.RunRecord, "commit", commit)
 
 
 def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,24 +100,24 @@ def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatc
 
 
 def _recycles_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = ledgers.Ledgers._free
+    free = ledgers.RunRecords._free
 
-    def recycled(self: ledgers.Ledgers, entry: ledger.Entry) -> list[Action]:
+    def recycled(self: ledgers.RunRecords, entry: ledger.Entry) -> list[Action]:
         entry.region.assigned = False
         return free(self, entry)
 
-    monkeypatch.setattr(ledgers.Ledgers, "_free", recycled)
+    monkeypatch.setattr(ledgers.RunRecords, "_free", recycled)
 
 
 def _forgets_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is started does not know what the one before it has assigned."""
-    adopt = ledgers.Ledgers.adopt
+    adopt = ledgers.RunRecords.adopt
 
-    def forgot(self: ledgers.Ledgers, entry: ledger.Entry) -> list[Action]:
+    def forgot(self: ledgers.RunRecords, entry: ledger.Entry) -> list[Action]:
         entry.region.assigned = False
         return adopt(self, entry)
 
-    monkeypatch.setattr(ledgers.Ledgers, "adopt", forgot)
+    monkeypatch.setattr(ledgers.RunRecords, "adopt", forgot)
 
 
 def _orders_another_generation_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +246,9 @@ def _takes_what_was_left_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _keeps_roll_backs_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents write down what they are told of roll-backs, and do not say so later."""
-    inventory = ledger.Ledger.inventory
+    inventory = ledger.RunRecord.inventory
     monkeypatch.setattr(
-        ledger.Ledger,
+        ledger.RunRecord,
         "inventory",
         lambda self, node: replace(inventory(self, node), roll_backs=()),
     )
@@ -279,19 +287,19 @@ def _says_too_early_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 def _removes_from_disk_what_is_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was stored before is removed before this is on disk everywhere."""
     monkeypatch.setattr(
-        ledger.Ledger,
+        ledger.RunRecord,
         "to_store",
         lambda self, generation: self.retain((generation,)) or to_store(self, generation),
     )
 
 
-to_store = ledger.Ledger.to_store
+to_store = ledger.RunRecord.to_store
 
 
 def _spends_what_it_likes_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is no limit, and nothing is removed."""
     monkeypatch.setattr(tiers_disk.DiskTier, "check_room", lambda *_, **__: None)
-    monkeypatch.setattr(ledger.Ledger, "superseded", lambda _: [])
+    monkeypatch.setattr(ledger.RunRecord, "superseded", lambda _: [])
 
 
 def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +327,7 @@ def _has_no_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 def _does_not_give_back_what_the_disk_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is lent to a slow disk is lent until that has done with it."""
     _has_no_memory_to_spare(monkeypatch)
-    monkeypatch.setattr(ledgers.Ledgers, "recall", lambda *_: [])
+    monkeypatch.setattr(ledgers.RunRecords, "recall", lambda *_: [])
 
 
 def _writes_to_disk_what_has_rotted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from test_sim import DISKS, POWER, RESTARTS, _has_no_memory_to_spare, _retires_t
 from ecckpt import cli
 from ecckpt.errors import AgentUnreachable
 from ecckpt.sim.faults import NONE, Faults
-from ecckpt.sim.network import Network
+from ecckpt.sim.hosts.network import SimulatedNetwork
 from ecckpt.sim.simulate import simulate
 from ecckpt.sim.world import Actor, Steps, World, sleep
 
@@ -83,7 +83,7 @@ def test_what_is_on_disk_comes_back_after_the_power_of_all() -> None:
 def test_requests_and_answers_are_lost_late_doubled_and_overtaken() -> None:
     """What the network does to messages, it does to both kinds."""
     world = World(1)
-    network = Network(world)
+    network = SimulatedNetwork(world)
     network.faults = Faults(drop=0.1, duplicate=0.2, late=0.1, late_s=9.0, jitter_s=0.05)
     server, client = Actor(world), Actor(world)
     requests: list[int] = []
@@ -114,7 +114,7 @@ def test_requests_and_answers_are_lost_late_doubled_and_overtaken() -> None:
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
     world = World(1)
-    network = Network(world)
+    network = SimulatedNetwork(world)
     network.faults = Faults(duplicate=1.0)
     server, client = Actor(world), Actor(world)
     seen: list[str] = []

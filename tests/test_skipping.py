@@ -11,7 +11,7 @@ import pytest
 from worlds import World, same_state, states_for, stopped
 
 from ecckpt.errors import InvalidConfig, SaveFailed, SaveSkipped
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 RANKS = 2
 

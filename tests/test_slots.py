@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from builders import header
 
-from ecckpt import wire
+from ecckpt.client.slot_mappings import Slots, private_payload
 from ecckpt.errors import CorruptFragment
-from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.slots import Slots, private_payload
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
+from ecckpt.protocol.messages.save import Slot
 
 HEADER = header()
 
@@ -24,7 +24,7 @@ def regions(count):
         for number in range(count):
             (folder / f"{number}.region").write_bytes(bytes([number]) * HEADER.file_bytes)
         yield [
-            wire.Slot(str(path), path.stem, 1, HEADER.file_bytes, SUPERBLOCK_BYTES, HEADER)
+            Slot(str(path), path.stem, 1, HEADER.file_bytes, SUPERBLOCK_BYTES, HEADER)
             for path in sorted(folder.iterdir())
         ]
     finally:

@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 
 import ecckpt
-from ecckpt import staging
-from ecckpt.state import plan_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.client.save import ticket as staging
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 def test_a_commit_is_told_to_all_agents_at_once(monkeypatch):
@@ -32,5 +33,5 @@ def test_a_commit_is_told_to_all_agents_at_once(monkeypatch):
         ticket.protect()
         others = [each for each in ticket.peers if each.address != ticket.agent.address][:3]
         replace(ticket, peers=tuple(others)).commit()
-        told = [peer.inventory("test").committed for peer in (ticket.agent, *others)]
+        told = [peer.call(INVENTORY, "test").committed for peer in (ticket.agent, *others)]
     assert told == [ticket.shard.generation] * 4

@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trees import KEYS, VALUES, same
 
-from ecckpt.state import load, plan_shard, read_shard
-from ecckpt.state.dtypes import STORED
-from ecckpt.state.stored import dict_like, items_like
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tensors.dtypes import STORED
+from ecckpt.state.tree.nodes import dict_like, items_like
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 

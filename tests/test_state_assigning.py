@@ -15,7 +15,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from trees import same
 
 from ecckpt.errors import StateMismatch
-from ecckpt.state import check, plan_shard, read_shard
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import check
+from ecckpt.state.snapshot.plan import plan_shard
 
 SIZE = 1 << 16  # float32: as little as is assigned
 WIDTH = 256

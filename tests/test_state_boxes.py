@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ecckpt.state.boxes import byte_runs, cut_of, in_common, whole
+from ecckpt.state.tensors.boxes import byte_runs, cut_of, in_common, whole
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 

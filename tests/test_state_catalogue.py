@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ecckpt.errors import CorruptFragment, StateMismatch
-from ecckpt.state.catalogue import catalogue
-from ecckpt.state.header import parse_header
-from ecckpt.state.layout import arrange, render_entries, render_header
-from ecckpt.state.metadata import Notes
-from ecckpt.state.sharding import Sharding
+from ecckpt.state.file.catalog import catalogue
+from ecckpt.state.file.header import parse_header
+from ecckpt.state.file.layout import arrange, render_entries, render_header
+from ecckpt.state.file.metadata import ShardNotes
+from ecckpt.state.tensors.sharding import Sharding
 
 
 def header_of(*tensors):
@@ -24,7 +24,7 @@ def header_of(*tensors):
 def part(shape, offset, rank, *, whole=(4, 6), coordinate=()):
     """One rank's header with one float32 tensor "x", a box of a global one."""
     sharding = Sharding(whole, (6, 1), ("S(0)",), (9,), coordinate or (rank,), offset)
-    return header_of(("x", shape)), Notes(shardings={"x": sharding})
+    return header_of(("x", shape)), ShardNotes(shardings={"x": sharding})
 
 
 def problem(*parts):
@@ -75,7 +75,7 @@ def test_replicas_are_not_compared_but_two_at_one_place_are():
 
 
 def test_ranks_that_contradict_each_other():
-    whole = (header_of(("x", (4, 6))), Notes())
+    whole = (header_of(("x", (4, 6))), ShardNotes())
     assert "sharded on some ranks" in problem(part((4, 6), (0, 0), 0), whole)
     other = part((4, 6), (0, 0), 1, whole=(5, 6))
     assert "float32 of shape [5, 6] on rank 1" in problem(part((4, 6), (0, 0), 0), other)
@@ -86,7 +86,7 @@ def plain(*names):
 
 
 def test_tied_is_what_is_tied_on_all_ranks():
-    tied, apart = (plain("x"), Notes(aliases={"y": "x"})), (plain("x", "y"), Notes())
+    tied, apart = (plain("x"), ShardNotes(aliases={"y": "x"})), (plain("x", "y"), ShardNotes())
     assert catalogue({0: tied, 1: tied}).aliases == {"y": "x"}
     for shards in ({0: tied, 1: apart}, {0: apart, 1: tied}):
         found = catalogue(shards)
@@ -96,10 +96,10 @@ def test_tied_is_what_is_tied_on_all_ranks():
         assert begins == {rank: 64 if shards[rank] is tied else 72 for rank in shards}
     assert catalogue({0: tied, 1: apart}, prefer=0).aliases == {"y": "x"}
     assert catalogue({0: tied, 1: apart}, prefer=1).aliases == {}
-    swapped = (plain("y"), Notes(aliases={"x": "y", "z": "y"}))
+    swapped = (plain("y"), ShardNotes(aliases={"x": "y", "z": "y"}))
     assert catalogue({0: tied, 1: swapped}).aliases == {"y": "x"}
     assert catalogue({0: swapped, 1: swapped}).aliases == {"x": "y", "z": "y"}
-    other = (plain("x", "z"), Notes(aliases={"y": "z"}))
+    other = (plain("x", "z"), ShardNotes(aliases={"y": "z"}))
     found = catalogue({0: tied, 1: other})
     assert (set(found.tensors), found.aliases) == ({"x", "y", "z"}, {})
 
@@ -110,7 +110,7 @@ def test_headers_that_nobody_wrote():
     header, notes = part((4, 6), (0, 0), 0)
     for dtypes in ({"x": "no_dtype"}, {"x": "complex128"}):
         with pytest.raises(CorruptFragment, match="'x' has a dtype that is none"):
-            catalogue({0: (header, Notes(dtypes=dtypes, shardings=notes.shardings))})
+            catalogue({0: (header, ShardNotes(dtypes=dtypes, shardings=notes.shardings))})
     with pytest.raises(CorruptFragment, match="aliases"):
-        catalogue({0: (header, Notes(aliases={"y": "z"}))})
-    assert catalogue({0: (header, Notes())}).tensors["x"].dtype is torch.float32
+        catalogue({0: (header, ShardNotes(aliases={"y": "z"}))})
+    assert catalogue({0: (header, ShardNotes())}).tensors["x"].dtype is torch.float32

@@ -11,9 +11,12 @@ import torch
 from test_mapping import tmpfs_file
 
 import ecckpt
-from ecckpt.mapping import map_file, mapping_of
-from ecckpt.state import check, devices, load, plan_shard, read_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.memory.mapping import map_file, mapping_of
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import check, load
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tensors import devices
+from ecckpt.testing.local_cluster import LocalCluster
 
 DEVICE = "cuda"
 ROOM = 64 << 20

@@ -11,10 +11,14 @@ from gpus import ALREADY_REGISTERED, Gpus
 from test_mapping import SIZE, mapped_here, tmpfs_file
 
 import ecckpt
-from ecckpt import mapping
-from ecckpt.mapping import map_file
-from ecckpt.state import devices, load, plan, plan_shard, read_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.memory import mapping
+from ecckpt.memory.mapping import map_file
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.snapshot import plan
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tensors import devices
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 @pytest.fixture

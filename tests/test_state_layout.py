@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecckpt.errors import CorruptFragment, VersionMismatch
-from ecckpt.state import plan_shard, read_shard
+from ecckpt.state.file.shard import read_shard
 from ecckpt.state.paths import VALUES_NAME
+from ecckpt.state.snapshot.plan import plan_shard
 
 
 def saved(state):

@@ -10,9 +10,12 @@ from reshaping import PartReader
 from torch import nn
 
 from ecckpt.errors import StateMismatch
-from ecckpt.state import SavedShard, check, load, plan_shard, read_shard
-from ecckpt.state.boxes import Common
-from ecckpt.state.columns import TOGETHER
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import check, load
+from ecckpt.state.reshard.saved_shard import SavedShard
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tensors.boxes import Common
+from ecckpt.state.tensors.columns import TOGETHER
 
 COUNT = 2 * TOGETHER + 7
 

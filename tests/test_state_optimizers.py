@@ -9,7 +9,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ecckpt.errors import StateMismatch
-from ecckpt.state import RngState, check, load, plan_shard, read_shard
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import check, load
+from ecckpt.state.rng import RngState
+from ecckpt.state.snapshot.plan import plan_shard
 
 
 def shard_of(state):

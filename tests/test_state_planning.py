@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ecckpt.errors import UnsupportedState
-from ecckpt.state import plan_shard
+from ecckpt.state.snapshot.plan import plan_shard
 
 TENSORS = 20_000
 LIMIT_S = 0.1

@@ -11,9 +11,12 @@ import torch
 
 import ecckpt
 from ecckpt.errors import InvalidConfig, StateMismatch, UnsupportedState
-from ecckpt.state import load, plan_shard, read_shard, registry
-from ecckpt.state.encoding import Encoder
-from ecckpt.state.values import pack
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tree import registry
+from ecckpt.state.tree.encoding import Encoder
+from ecckpt.state.tree.values import pack
 
 
 def shard_of(state):

@@ -24,8 +24,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ecckpt
 from ecckpt.errors import CorruptFragment, StateMismatch
-from ecckpt.fragment import block_bytes_for
-from ecckpt.state import SavedShard, is_relaid, load, read_shard
+from ecckpt.format.fragment_file import block_bytes_for
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.reshard.reshape import is_relaid
+from ecckpt.state.reshard.saved_shard import SavedShard
 
 # B49: sizes that divide evenly, unevenly, and leave ranks without anything.
 SIZES = [(6,), (9,), (1, 3), (5, 7), (2, 3, 4), (0, 3), ()]

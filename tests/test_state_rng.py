@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from ecckpt.errors import StateMismatch
-from ecckpt.state import RngState, load, plan_shard, read_shard
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.rng import RngState
+from ecckpt.state.snapshot.plan import plan_shard
 
 
 def shard_of(state):

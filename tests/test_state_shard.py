@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ecckpt.errors import InvalidBuffer, UnsupportedState, WrongOrder
-from ecckpt.state import load, plan_shard, read_shard
-from ecckpt.state.dtypes import BYTES_NAMES, STORED
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
 from ecckpt.state.paths import VALUES_NAME, tensor_names
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tensors.dtypes import BYTES_NAMES, STORED
 
 
 def saved(state, previous=None):

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ecckpt.errors import StateMismatch, UnsupportedState
-from ecckpt.state import check, load, plan_shard, read_shard
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import check, load
+from ecckpt.state.snapshot.plan import plan_shard
 
 
 def shard_of(state):

@@ -11,8 +11,10 @@ from torch import nn
 from trees import same
 
 import ecckpt
-from ecckpt.state import load, plan_shard, read_shard
-from ecckpt.testing import LocalCluster
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.testing.local_cluster import LocalCluster
 
 TENSORS = 40
 

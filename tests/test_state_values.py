@@ -16,22 +16,14 @@ from hypothesis import strategies as st
 from trees import VALUES, Colour, Point, same
 
 from ecckpt.errors import CorruptFragment, UnsupportedState
-from ecckpt.state import load, plan_shard, read_shard
-from ecckpt.state.encoding import Encoder
-from ecckpt.state.reading import decode
-from ecckpt.state.resolving import resolve
-from ecckpt.state.values import (
-    COUNTER,
-    DEFAULT,
-    DEPTH_MAX,
-    DEQUE,
-    PATH,
-    extension,
-    pack,
-)
-from ecckpt.state.values import (
-    REGISTERED as REGISTERED_CODE,
-)
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.load.load import load
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tree.decoding import decode
+from ecckpt.state.tree.encoding import Encoder
+from ecckpt.state.tree.resolving import resolve
+from ecckpt.state.tree.values import COUNTER, DEFAULT, DEPTH_MAX, DEQUE, PATH, extension, pack
+from ecckpt.state.tree.values import REGISTERED as REGISTERED_CODE
 
 
 def round_trip(value):

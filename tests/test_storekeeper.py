@@ -6,15 +6,18 @@ import pytest
 from builders import generation, header, table_of
 from test_core import BUDGET, NEW, OLD, Hands, commit, hold, reserve, take
 
-from ecckpt import wire
-from ecckpt.agent import actions as act
-from ecckpt.agent.core import Core
-from ecckpt.agent.ledger import Entry
-from ecckpt.agent.store import TAKEN_BACK
+from ecckpt.agent.core import actions as act
+from ecckpt.agent.core.archive import TAKEN_BACK
+from ecckpt.agent.core.core import Core
+from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.storage.disk import DiskFile
 from ecckpt.errors import DiskFull, Fenced, InvalidMessage, MemoryBudgetTooSmall
-from ecckpt.fragment import HOME
-from ecckpt.lineage import RollBack
-from ecckpt.tiers.disk import DiskFile
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.protocol.messages.disk import Piece, Retain, Store, Stored
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.restore import Begin, Fence, Forget
+from ecckpt.protocol.messages.save import Commit
 
 NEWER = generation(1, 11)
 FULL = MemoryBudgetTooSmall("n1", need_bytes=2, have_bytes=1, what="x")
@@ -55,13 +58,13 @@ def written(hands, *, error=None):
 
 
 def store(hands, gen=NEW, *, discard=()):
-    hands.tell(wire.Store("test", gen, 0, discard))
+    hands.tell(Store("test", gen, 0, discard))
     answer = hands.answers.pop()
     return answer.message if isinstance(answer, act.Reply) else answer.error
 
 
 def retain(hands, *gens, writer=1):
-    hands.tell(wire.Retain("test", writer, gens))
+    hands.tell(Retain("test", writer, gens))
     return hands.answers.pop().message
 
 
@@ -95,13 +98,13 @@ def removed(hands):
 def test_one_file_after_another_and_told_on_asking_again(hands):
     hold_two(hands)
     size_bytes = header(2).file_bytes
-    assert store(hands) == wire.Stored(True, (), 2 * size_bytes, ())
+    assert store(hands) == Stored(True, (), 2 * size_bytes, ())
     assert store(hands).waiting_bytes == 2 * size_bytes
     assert [type(each) for each in hands.todo] == [act.Write]
     written(hands)
-    assert store(hands) == wire.Stored(True, (wire.Piece(0, 2),), size_bytes, ())
+    assert store(hands) == Stored(True, (Piece(0, 2),), size_bytes, ())
     written(hands)
-    assert store(hands) == wire.Stored(True, (wire.Piece(0, 2), wire.Piece(0, 3)), 0, ())
+    assert store(hands) == Stored(True, (Piece(0, 2), Piece(0, 3)), 0, ())
     assert on_disk(hands) == [(NEW, 2), (NEW, 3)]
     assert hands.todo == []
 
@@ -117,14 +120,14 @@ def test_fragments_come_before_home_copies(hands):
 def test_without_a_disk_nothing_is_written_and_that_is_said():
     hands = Hands()
     hold_two(hands)
-    assert store(hands) == wire.Stored(False, (), 0, ())
+    assert store(hands) == Stored(False, (), 0, ())
     assert hands.todo == []
 
 
 def test_a_disk_that_cannot_be_used_says_why():
     hands = DiskHands("not mounted")
     hold_two(hands)
-    assert store(hands) == wire.Stored(True, (), 0, ("not mounted",))
+    assert store(hands) == Stored(True, (), 0, ("not mounted",))
     assert hands.todo == []
 
 
@@ -134,18 +137,18 @@ def test_a_write_that_fails_costs_that_file_alone(hands):
     written(hands, error=OSError(5, "Input/output error"))
     written(hands)
     answer = store(hands)
-    assert answer.pieces == (wire.Piece(0, 3),)
+    assert answer.pieces == (Piece(0, 3),)
     assert "Input/output error" in answer.problems[0]
     assert len(hands.took(act.Warn)) == 1
 
 
 def test_what_is_staged_and_not_sealed_is_not_stored(hands):
     hands.ask(reserve())
-    assert store(hands) == wire.Stored(True, (), 0, ())
+    assert store(hands) == Stored(True, (), 0, ())
 
 
 def test_an_older_timeline_is_fenced_off(hands):
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     with pytest.raises(Fenced):
         store(hands, NEW)
     with pytest.raises(Fenced):
@@ -266,7 +269,7 @@ def test_what_is_older_goes_when_something_newer_is_on_disk_everywhere(hands):
 def test_it_goes_after_that_is_noted(hands):
     put_on_disk(hands, OLD, NEW)
     hands.writes = False
-    hands.tell(wire.Retain("test", 1, (NEW,)))
+    hands.tell(Retain("test", 1, (NEW,)))
     assert removed(hands) == []
     hands.end(act.Remember)
     assert [type(each) for each in hands.todo] == [act.Record, act.Remove]
@@ -292,7 +295,7 @@ def test_what_was_given_up_goes_but_never_what_is_stored(hands):
 def test_what_the_run_went_back_to_stays_until_something_newer_is_stored(hands):
     put_on_disk(hands, OLD, NEW)
     retain(hands, OLD, NEW)
-    hands.ask(wire.Fence("test", 2, OLD, (RollBack(2, OLD),)))
+    hands.ask(Fence("test", 2, OLD, (RollBack(2, OLD),)))
     retain(hands, NEW, writer=2)
     assert removed(hands) == []
     back = generation(2, 10)
@@ -304,9 +307,9 @@ def test_what_the_run_went_back_to_stays_until_something_newer_is_stored(hands):
 def test_in_memory_too(hands):
     hold_two(hands, NEW)
     hands.ask(commit(NEW))
-    hands.ask(wire.Fence("test", 2, OLD, (RollBack(2, OLD),)))
+    hands.ask(Fence("test", 2, OLD, (RollBack(2, OLD),)))
     assert take(hands, hold(2, gen=OLD, writer=2)) == ""
-    hands.ask(wire.Fence("test", 2, None, (RollBack(3, OLD),)))  # something to note
+    hands.ask(Fence("test", 2, None, (RollBack(3, OLD),)))  # something to note
     assert (OLD, 0, 2) in hands.held()
     hands.ask(commit(generation(2, 10)))
     assert hands.held() == []
@@ -316,12 +319,12 @@ def test_where_there_is_no_room_attempts_of_older_timelines_go_first(hands):
     put_on_disk(hands, OLD, NEW)
     retain(hands, OLD)
     full = DiskFull("/disk", need_bytes=2, free_bytes=1)
-    hands.ask(wire.Fence("test", 2, None, ()))
+    hands.ask(Fence("test", 2, None, ()))
     hold_two(hands, generation(2, 11))
     store(hands, generation(2, 11))
     written(hands, error=full)  # before it is known what the timeline continues
     assert removed(hands) == []
-    hands.ask(wire.Fence("test", 2, OLD, ()))
+    hands.ask(Fence("test", 2, OLD, ()))
     written(hands, error=full)
     assert removed(hands) == [NEW]
     write = hands.next(act.Write)
@@ -335,7 +338,7 @@ def test_and_what_somebody_left_on_purpose(hands):
     retain(hands, OLD, NEW)
     full = DiskFull("/disk", need_bytes=2, free_bytes=1)
     for number, (roll_backs, gone) in enumerate((((), []), ((RollBack(2, OLD),), [NEW]))):
-        hands.ask(wire.Fence("test", 2, OLD, roll_backs))
+        hands.ask(Fence("test", 2, OLD, roll_backs))
         gen = generation(2, 20 + number)
         assert take(hands, hold(2, gen=gen, writer=2)) == ""
         store(hands, gen)
@@ -359,9 +362,9 @@ def test_the_home_copy_on_disk_serves_its_data_fragments(hands):
 def test_what_is_being_written_when_a_run_is_forgotten_goes_when_it_is_there(hands):
     put_on_disk(hands, OLD)
     hold_two(hands)
-    hands.ask(wire.Commit("test", NEW))
+    hands.ask(Commit("test", NEW))
     store(hands)
-    assert hands.ask(wire.Forget("test", 2, "one")) == wire.Done()
+    assert hands.ask(Forget("test", 2, "one")) == Done()
     assert removed(hands) == [OLD]
     written(hands)
     assert removed(hands) == [NEW]
@@ -373,8 +376,8 @@ def test_what_is_being_written_when_a_run_is_forgotten_goes_when_it_is_there(han
 
 
 def test_what_a_new_run_of_the_name_stores_stays(hands):
-    hands.ask(wire.Forget("test", 2, "one"))
-    hands.ask(wire.Begin("test", 3, "two"))
+    hands.ask(Forget("test", 2, "one"))
+    hands.ask(Begin("test", 3, "two"))
     put_on_disk(hands, generation(3, 1))
     assert on_disk(hands) == [(generation(3, 1), 2), (generation(3, 1), 3)]
     assert removed(hands) == []

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 from builders import generation
 
-from ecckpt import archiving, storing, wire
-from ecckpt.archiving import Disks
+from ecckpt.client.save import archive_protocol as archiving
+from ecckpt.client.save import archive_thread as storing
+from ecckpt.client.save.archive_protocol import Disks
+from ecckpt.client.save.archive_thread import Storer
 from ecckpt.errors import AgentUnreachable, Fenced
-from ecckpt.fragment import HOME
-from ecckpt.lineage import RollBack
-from ecckpt.recovery import OnDisk
-from ecckpt.retention import Keep
-from ecckpt.storing import Storer
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.retention import Keep
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import OnDisk
+from ecckpt.protocol.messages.disk import Piece, Store, Stored
 
 GEN = generation()
 
@@ -38,9 +40,9 @@ class Agent:
         if self.refuse is not None:
             raise self.refuse
         count = sum(each.generation == message.generation for each in self.asked)
-        there = () if self.stuck else tuple(wire.Piece(*each) for each in self.pieces[:count])
+        there = () if self.stuck else tuple(Piece(*each) for each in self.pieces[:count])
         left = len(self.pieces) - len(there)
-        return wire.Stored(self.disk, there, left * 100, self.problems)
+        return Stored(self.disk, there, left * 100, self.problems)
 
     def retain(self, message):
         self.retained.append(message)
@@ -106,7 +108,7 @@ def test_when_every_shard_is_on_enough_disks_all_are_told():
     run(peers, GEN)
     assert told(peers) == [(GEN,)]
     assert {each.retained[0].writer for each in peers.values()} == {3}
-    assert {each.asked[0] for each in peers.values()} == {wire.Store("test", GEN, 7, ())}
+    assert {each.asked[0] for each in peers.values()} == {Store("test", GEN, 7, ())}
 
 
 def test_a_shard_that_lacks_one_fragment_is_not_stored_and_is_discarded_later(caplog):

@@ -80,5 +80,5 @@ def test_nothing_is_pickled_or_evaluated() -> None:
 
 
 def test_the_agent_imports_no_torch() -> None:
-    code = "import sys, ecckpt.agent.daemon; sys.exit('torch' in sys.modules)"
+    code = "import sys, ecckpt.agent.runtime.daemon; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

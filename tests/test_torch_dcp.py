@@ -30,14 +30,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ecckpt
 from ecckpt import errors
-from ecckpt.exporting import export_safetensors
-from ecckpt.importing import read_weights
-from ecckpt.integrations.dcp_directory import export_dcp
-from ecckpt.integrations.dcp_shard import NOTES, read_contents
+from ecckpt.integrations.dcp.export import export_dcp
+from ecckpt.integrations.dcp.plan_shard import NOTES, read_contents
+from ecckpt.integrations.safetensors.export import export_safetensors
+from ecckpt.integrations.safetensors.importer import read_weights
 from ecckpt.integrations.torch_dcp import Reader, Writer
-from ecckpt.state.sharding import box_of
-from ecckpt.state.stored import StoredTensor
-from ecckpt.testing import LocalCluster, await_end
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.state.tensors.sharding import box_of
+from ecckpt.state.tree.nodes import StoredTensor
+from ecckpt.testing.local_cluster import LocalCluster, await_end
 
 # What dcp says of a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -331,9 +332,9 @@ def test_a_commit_that_does_not_reach_the_agent_is_no_commit():
             save(one, 1, {"x": 1})
             cut = failing(lambda: dcp.save({"x": 2}, storage_writer=Cut(one, 2)))
             assert cut[0][0] == "AgentUnreachable"
-            assert cluster.client(node).inventory("cut").committed.step == 1
+            assert cluster.client(node).call(INVENTORY, "cut").committed.step == 1
             save(one, 3, {"x": 3})
-            inventory = cluster.client(node).inventory("cut")
+            inventory = cluster.client(node).call(INVENTORY, "cut")
             assert inventory.committed.step == 3
             assert {header.shard.generation.step for header in inventory.headers} == {3}
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from ecckpt.client import shard_path
-from ecckpt.recovery import plan_recovery
-from ecckpt.testing import LocalCluster
-from ecckpt.transport.http import request
+from ecckpt.policy.survival import plan_recovery
+from ecckpt.protocol.agent_client import shard_path
+from ecckpt.protocol.http import request
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 PROGRAM = """
 import json, os, signal, sys
@@ -90,7 +91,7 @@ def test_killed_workers_restart_from_home_copies_bit_for_bit(tmp_path: Path) -> 
     with LocalCluster(nodes=3) as cluster:
         crashed = _run(tmp_path, cluster, "crashed", "crash")
         plan = plan_recovery(
-            "crash", [cluster.client(node).inventory("crash") for node in cluster.nodes]
+            "crash", [cluster.client(node).call(INVENTORY, "crash") for node in cluster.nodes]
         )
         assert plan.chosen is not None
         assert (plan.chosen.generation.timeline, plan.chosen.generation.step) == (2, 6)

@@ -7,10 +7,10 @@ import torch
 
 import ecckpt
 from ecckpt.cli import main
-from ecckpt.generation import Generation, ShardId
-from ecckpt.testing import LocalCluster
-from ecckpt.tracing import KEPT, Tracer, chrome_trace, moment
-from ecckpt.wire import Span, Trace
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.protocol.messages.trace import Span, Trace
+from ecckpt.protocol.tracing import KEPT, Tracer, chrome_trace, moment
+from ecckpt.testing.local_cluster import LocalCluster
 
 SHARD = ShardId("run", Generation(1, 7, "0" * 16), 3)
 

@@ -13,17 +13,18 @@ from test_agent_disk import on_disk, start, store
 from test_shelf import NEW, stage
 from worlds import World, states_for
 
-from ecckpt import wire
-from ecckpt.agent import pace, verify
-from ecckpt.agent.actions import Due, Scrubbing, Seal
-from ecckpt.agent.node import Agent
-from ecckpt.agent.pace import pace_of
-from ecckpt.agent.verify import verdict_on
+from ecckpt.agent.core.actions import Due, Scrubbing, Seal
+from ecckpt.agent.runtime import rate_limit as pace
+from ecckpt.agent.runtime import verify
+from ecckpt.agent.runtime.rate_limit import pace_of
+from ecckpt.agent.runtime.service import AgentService
+from ecckpt.agent.runtime.verify import verdict_on
 from ecckpt.cli import main
-from ecckpt.codec import Codec
+from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import NotHeld, RequestRefused
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES
-from ecckpt.testing import LocalCluster
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES
+from ecckpt.protocol.messages.disk import Block, Verified, Verify
+from ecckpt.testing.local_cluster import LocalCluster
 
 BLOCK = 4096
 
@@ -65,7 +66,7 @@ def flip(path, *offsets):
 
 
 def asked(agent, entry, *, disk, bytes_per_s=0):
-    message = wire.Verify(entry.header.shard, entry.header.index, disk, bytes_per_s)
+    message = Verify(entry.header.shard, entry.header.index, disk, bytes_per_s)
     return agent.verify(message)
 
 
@@ -74,7 +75,7 @@ def asked(agent, entry, *, disk, bytes_per_s=0):
 def test_what_is_right_is_right_and_every_bad_block_is_named(agent, index, disk):
     entry = keep(agent, index)
     store(agent)
-    assert asked(agent, entry, disk=disk) == wire.Verified((), "")
+    assert asked(agent, entry, disk=disk) == Verified((), "")
     shard = entry.header
     where = [
         (at, row)
@@ -86,11 +87,11 @@ def test_what_is_right_is_right_and_every_bad_block_is_named(agent, index, disk)
         place = at if index == HOME else 0
         offset = SUPERBLOCK_BYTES + place * shard.fragment_bytes + shard.block(row).start
         flip(path, offset)
-        assert asked(agent, entry, disk=disk).bad == (wire.Block(at, row),)
+        assert asked(agent, entry, disk=disk).bad == (Block(at, row),)
         flip(path, offset)
     first, last = SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + shard.payload_bytes - 1
     flip(path, first, last)
-    bad = [wire.Block(*each) for each in (where[0], where[-1])]
+    bad = [Block(*each) for each in (where[0], where[-1])]
     assert list(asked(agent, entry, disk=disk).bad) == bad
 
 
@@ -118,9 +119,9 @@ def test_a_file_cut_short_or_that_cannot_be_read_is_a_problem(agent):
 
 def test_what_is_not_here_is_not_held(agent):
     with pytest.raises(NotHeld, match="fragment 3"):
-        agent.verify(wire.Verify(header(gen=NEW).shard, 3, False, 0))
+        agent.verify(Verify(header(gen=NEW).shard, 3, False, 0))
     with pytest.raises(NotHeld, match="on disk"):
-        agent.verify(wire.Verify(header(gen=NEW).shard, 3, True, 0))
+        agent.verify(Verify(header(gen=NEW).shard, 3, True, 0))
     staged = stage(agent)
     with pytest.raises(NotHeld, match="staged"):
         asked(agent, staged, disk=False)
@@ -188,7 +189,7 @@ def test_the_scrub_finds_what_rots_and_says_it_once(agent, caplog):
 
 @pytest.mark.parametrize(("bytes_per_s", "rounds"), [(1e6, 1), (0.0, 0)])
 def test_an_agent_begins_to_scrub_by_itself(tmp_path, bytes_per_s, rounds):
-    agent = Agent(
+    agent = AgentService(
         tmp_path / "memory",
         node="n1",
         domain="n1",

@@ -4,7 +4,7 @@ import os
 import pickle
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from types import UnionType
 
 import msgpack
@@ -12,14 +12,24 @@ import pytest
 from builders import generations, header, headers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from message_classes import message_classes
 
-from ecckpt import wire
 from ecckpt.errors import InvalidMessage
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
-from ecckpt.generation import Generation, ShardId
-from ecckpt.headers import Headers
-from ecckpt.lineage import RollBack
-from ecckpt.recovery import Inventory
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
+from ecckpt.format.header_columns import Headers
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import Inventory
+from ecckpt.protocol.encoding import (
+    MESSAGE_LIMIT_BYTES,
+    pack_message,
+    run_of,
+    unpack_message,
+    version_of,
+)
+from ecckpt.protocol.messages.node import Done, NodeInfo, Refusal
+from ecckpt.protocol.messages.restore import Fence, Fetched
+from ecckpt.protocol.messages.save import Commit, Held, Hold, Progress, Protect, Reserve
 
 SCALARS = {
     bool: st.booleans(),
@@ -66,10 +76,10 @@ def messages(kind):
 
 
 def plain(message):
-    return msgpack.unpackb(wire.pack(message))
+    return msgpack.unpackb(pack_message(message))
 
 
-KINDS = [kind for kind in vars(wire).values() if is_dataclass(kind)]
+KINDS = message_classes()
 KINDS += [ShardId, RollBack, Inventory, Headers]
 FIELDS = [(kind, field.name) for kind in KINDS for field in fields(kind)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -79,7 +89,7 @@ every_field = pytest.mark.parametrize(
 
 
 def test_all_messages_are_here():
-    assert {wire.Reserve, wire.Fetched, wire.Done, wire.Refusal, ShardId, Inventory} <= set(KINDS)
+    assert {Reserve, Fetched, Done, Refusal, ShardId, Inventory} <= set(KINDS)
 
 
 # -- round trip -----------------------------------------------------------------------------------
@@ -90,16 +100,16 @@ def test_a_message_arrives_as_it_was_sent(kind):
     @settings(max_examples=15)
     @given(messages(kind))
     def arrives(message):
-        again = wire.unpack(kind, wire.pack(message))
+        again = unpack_message(kind, pack_message(message))
         assert again == message
-        assert wire.pack(again) == wire.pack(message)
+        assert pack_message(again) == pack_message(message)
 
     arrives()
 
 
 def test_a_whole_number_will_do_for_a_float():
-    body = msgpack.packb(EXAMPLES[wire.Progress] | {"encode_s": 2})
-    found = wire.unpack(wire.Progress, body).encode_s
+    body = msgpack.packb(EXAMPLES[Progress] | {"encode_s": 2})
+    found = unpack_message(Progress, body).encode_s
     assert (found, type(found)) == (2.0, float)
 
 
@@ -126,7 +136,7 @@ EXAMPLES = {kind: example(kind) for kind in KINDS}
 def test_a_missing_field_is_refused_by_name(kind, name):
     body = {key: value for key, value in EXAMPLES[kind].items() if key != name}
     with pytest.raises(InvalidMessage, match=f"{kind.__name__}: missing or unknown fields: {name}"):
-        wire.unpack(kind, msgpack.packb(body))
+        unpack_message(kind, msgpack.packb(body))
 
 
 @every_field
@@ -134,28 +144,28 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(kind, name):
     hint = typing.get_type_hints(kind)[name]
     for value in WRONG.get(hint, NESTED):
         with pytest.raises(InvalidMessage, match=rf"{kind.__name__}\.{name}|no generation"):
-            wire.unpack(kind, msgpack.packb(EXAMPLES[kind] | {name: value}))
+            unpack_message(kind, msgpack.packb(EXAMPLES[kind] | {name: value}))
 
 
 @every_kind
 @pytest.mark.parametrize("name", ["extra", "__class__", "", 7, None, b"x", 1.5])
 def test_an_unknown_field_is_refused(kind, name):
     with pytest.raises(InvalidMessage, match="missing or unknown fields"):
-        wire.unpack(kind, msgpack.packb(EXAMPLES[kind] | {name: 1}))
+        unpack_message(kind, msgpack.packb(EXAMPLES[kind] | {name: 1}))
 
 
 @every_kind
 @pytest.mark.parametrize("value", [None, True, 1, 1.5, "x", b"x", [], ["x"], msgpack.Timestamp(0)])
 def test_what_is_no_map_is_refused(kind, value):
     with pytest.raises(InvalidMessage, match=kind.__name__):
-        wire.unpack(kind, msgpack.packb(value))
+        unpack_message(kind, msgpack.packb(value))
 
 
 def test_numbers_of_a_header_are_checked_in_messages_too():
-    body = EXAMPLES[wire.Hold]
+    body = EXAMPLES[Hold]
     body = body | {"header": body["header"] | {"k": 300}}
     with pytest.raises(InvalidMessage, match=r"Hold\.header: header contradicts itself: k=300"):
-        wire.unpack(wire.Hold, msgpack.packb(body))
+        unpack_message(Hold, msgpack.packb(body))
 
 
 # -- headers in columns ----------------------------------------------------------------------------
@@ -173,7 +183,7 @@ def packed(**changed):
 
 def test_files_of_a_shard_share_what_they_have_in_common():
     bodies = [columns(header(HOME), header(2, rank=1)), columns(header(3), header(0, rank=2))]
-    first, second = (wire.unpack(Headers, body) for body in bodies)
+    first, second = (unpack_message(Headers, body) for body in bodies)
     assert [each.index for each in (*first, *second)] == [HOME, 2, 3, 0]
     assert first.shards[0] is second.shards[0]
     assert list(second) == [header(3), header(0, rank=2)]
@@ -204,20 +214,20 @@ def test_files_of_a_shard_share_what_they_have_in_common():
 def test_columns_that_are_no_headers_are_refused(changed, why):
     for _ in range(2):  # nothing of the first time is kept
         with pytest.raises(InvalidMessage, match=rf"Headers[:.] ?{why}"):
-            wire.unpack(Headers, columns(header(3), **changed))
+            unpack_message(Headers, columns(header(3), **changed))
 
 
 def test_a_packed_header_may_have_further_fields_too():
     body = columns(header(3), shards=[packed(later="x" * 3000)])
-    assert wire.unpack(Headers, body) == Headers.of([header(3)])
+    assert unpack_message(Headers, body) == Headers.of([header(3)])
 
 
 # -- what is read without the type -----------------------------------------------------------------
 
 
 def test_the_version_is_found_in_a_message_of_any_version():
-    assert wire.version_of(msgpack.packb(EXAMPLES[wire.NodeInfo] | {"protocol_version": 3})) == 3
-    assert wire.version_of(msgpack.packb({"protocol_version": 99, "other": [1]})) == 99
+    assert version_of(msgpack.packb(EXAMPLES[NodeInfo] | {"protocol_version": 3})) == 3
+    assert version_of(msgpack.packb({"protocol_version": 99, "other": [1]})) == 99
 
 
 @pytest.mark.parametrize(
@@ -227,7 +237,7 @@ def test_the_version_is_found_in_a_message_of_any_version():
 )
 def test_a_message_without_a_version_is_refused(value):
     with pytest.raises(InvalidMessage, match="no protocol version"):
-        wire.version_of(msgpack.packb(value))
+        version_of(msgpack.packb(value))
 
 
 @pytest.mark.parametrize(
@@ -235,14 +245,14 @@ def test_a_message_without_a_version_is_refused(value):
 )
 def test_bytes_without_a_version_are_refused(body):
     with pytest.raises(InvalidMessage, match="no protocol version"):
-        wire.version_of(body)
+        version_of(body)
 
 
-@pytest.mark.parametrize("kind", [wire.Reserve, wire.Protect, wire.Held, wire.Commit, wire.Fence])
+@pytest.mark.parametrize("kind", [Reserve, Protect, Held, Commit, Fence])
 def test_every_request_says_which_run_it_is_about(kind):
     body = EXAMPLES[kind]
     inner = body.get("header") or body.get("shard") or body
-    assert wire.run_of(wire.unpack(kind, msgpack.packb(body))) == inner["run"]
+    assert run_of(unpack_message(kind, msgpack.packb(body))) == inner["run"]
 
 
 # -- garbage --------------------------------------------------------------------------------------
@@ -265,10 +275,10 @@ anything = st.recursive(
 def refused(kind, body):
     """Whether it is; what is no garbage by chance must survive another round trip."""
     try:
-        message = wire.unpack(kind, body)
+        message = unpack_message(kind, body)
     except InvalidMessage:
         return True
-    return wire.unpack(kind, wire.pack(message)) == message
+    return unpack_message(kind, pack_message(message)) == message
 
 
 @settings(max_examples=300)
@@ -295,7 +305,7 @@ def test_other_msgpack_in_a_field_is_refused(field, value):
 def test_truncated_messages_are_refused(kind, data):
     body = msgpack.packb(EXAMPLES[kind])
     with pytest.raises(InvalidMessage):
-        wire.unpack(kind, body[: data.draw(st.integers(0, len(body) - 1))])
+        unpack_message(kind, body[: data.draw(st.integers(0, len(body) - 1))])
 
 
 @pytest.mark.parametrize(
@@ -319,15 +329,15 @@ def test_truncated_messages_are_refused(kind, data):
     ],
 )
 def test_bytes_made_to_hurt_are_refused(body):
-    for kind in (wire.Commit, wire.Done, Inventory):
+    for kind in (Commit, Done, Inventory):
         with pytest.raises(InvalidMessage) as caught:
-            wire.unpack(kind, body)
+            unpack_message(kind, body)
         assert len(str(caught.value)) < 1000
 
 
 def test_a_message_beyond_the_limit_is_not_even_read():
     with pytest.raises(InvalidMessage, match="67108865 bytes, limit 67108864"):
-        wire.unpack(wire.Done, bytes(wire.MESSAGE_LIMIT_BYTES + 1))
+        unpack_message(Done, bytes(MESSAGE_LIMIT_BYTES + 1))
 
 
 def test_nothing_is_ever_unpickled(tmp_path):

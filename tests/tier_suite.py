@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from builders import generation, header, table_of
 
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, pack_superblock, pack_table
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, pack_superblock, pack_table
 
 BUDGET = 64 << 20
 

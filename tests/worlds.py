@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ecckpt
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 
 class World:

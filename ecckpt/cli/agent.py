@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ecckpt.config import NodeConfig, read_token
-from ecckpt.native import prefer
+from ecckpt.client.config import NodeConfig, read_token
+from ecckpt.memory.native import prefer
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,12 +45,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _agent(arguments: argparse.Namespace) -> int:
     if arguments.stop:
-        from ecckpt.agents import local_client
+        from ecckpt.client.cluster.local_agent import local_client
 
         local_client(arguments.root).shutdown()
         return 0
-    from ecckpt.agent.daemon import AlreadyRunning, run_agent
-    from ecckpt.agent.manners import Manners
+    from ecckpt.agent.runtime.cpu_limits import Manners
+    from ecckpt.agent.runtime.daemon import AlreadyRunning, run_agent
 
     prefer(arguments.engine)
     try:

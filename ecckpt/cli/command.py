@@ -6,7 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ecckpt.cli import agent, checks, exchange, looks, trials
+from ecckpt.cli import admin as checks
+from ecckpt.cli import agent
+from ecckpt.cli import demo_simulate as trials
+from ecckpt.cli import export_import as exchange
+from ecckpt.cli import status as looks
 from ecckpt.errors import EcckptError
 
 

@@ -12,7 +12,7 @@ DCP plans who writes what and who reads what; the bytes of each rank are a shard
 
 from __future__ import annotations
 
-from ecckpt.integrations.dcp_reader import Reader
-from ecckpt.integrations.dcp_writer import Writer
+from ecckpt.integrations.dcp.reader import Reader
+from ecckpt.integrations.dcp.writer import Writer
 
 __all__ = ["Reader", "Writer"]

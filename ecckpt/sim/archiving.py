@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ecckpt.archiving import Archivist, Ask, Disks, Pause, Say, Step, Tell
+from ecckpt.client.save.archive_protocol import Archivist, Ask, Disks, Pause, Say, Step, Tell
 from ecckpt.errors import EcckptError
-from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack
-from ecckpt.recovery import OnDisk
+from ecckpt.format.ids import Generation
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import OnDisk
 from ecckpt.sim.world import Steps, sleep
 
 if TYPE_CHECKING:
-    from ecckpt.sim.rank import Rank
+    from ecckpt.sim.trainer import Rank
 
 _ASK_TIMEOUT_S = 2.0
 

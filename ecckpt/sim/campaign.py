@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ecckpt.sim.counts import Counts
-from ecckpt.sim.simulate import Outcome, simulate
+from ecckpt.sim.simulate import SimulationOutcome, simulate
+from ecckpt.sim.truth.counts import Counts
 
 _log = logging.getLogger("ecckpt")
 
@@ -29,14 +28,14 @@ class Tally:
     injected: int = 0
     counts: Counts = field(default_factory=Counts)
     lost: int = 0
-    failed: list[Outcome] = field(default_factory=list)
+    failed: list[SimulationOutcome] = field(default_factory=list)
 
     @property
     def node_years(self) -> float:
         """Simulated time, counted once for every node."""
         return self.simulated_s * self.nodes / _YEAR_S
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: SimulationOutcome) -> None:
         """Count one seed."""
         self.seeds += 1
         self.simulated_s += outcome.simulated_s
@@ -61,15 +60,21 @@ class Tally:
         )
 
 
-def campaign(seeds: Iterable[int], nodes: int, *, ended: Callable[[Outcome, Tally], None]) -> Tally:
-    """Simulate each seed; ``ended`` hears of each."""
+def campaign(
+    seeds: Iterable[int],
+    nodes: int,
+    *,
+    clock: Callable[[], float],
+    ended: Callable[[SimulationOutcome, Tally], None],
+) -> Tally:
+    """Simulate each seed; ``ended`` hears of each. ``clock`` tells seconds that really pass."""
     tally = Tally(nodes)
-    started_s = time.monotonic()
+    started_s = clock()
     for seed in seeds:
         with _muted():
             outcome = simulate(seed, nodes)
         tally.add(outcome)
-        tally.seconds = time.monotonic() - started_s
+        tally.seconds = clock() - started_s
         ended(outcome, tally)
     return tally
 
@@ -85,7 +90,7 @@ def _muted() -> Iterator[None]:
         _log.setLevel(level)
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: SimulationOutcome) -> str:
     """One seed, for people: what it drew and what became of it."""
     end = outcome.violation or "every promise was kept"
     return (

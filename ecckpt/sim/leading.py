@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ecckpt import wire
-from ecckpt.beginning import first_free
+from ecckpt.client.restore.protocol import Ground, Outcome, Refusals, judge, orders, passes_over
+from ecckpt.client.restore.timeline import first_free
 from ecckpt.errors import EcckptError, Fenced, NoRoomToRestore
-from ecckpt.generation import Generation
-from ecckpt.lineage import RollBack, in_force
-from ecckpt.ordering import Ground, Outcome, Refusals, judge, orders, passes_over
-from ecckpt.recovery import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recovery
+from ecckpt.format.ids import Generation
+from ecckpt.policy.rollbacks import RollBack, in_force
+from ecckpt.policy.survival import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recovery
+from ecckpt.protocol.messages.restore import Begin, Fence
 from ecckpt.sim.world import Failure, Steps, together
 
 if TYPE_CHECKING:
-    from ecckpt.sim.rank import Rank
+    from ecckpt.sim.trainer import Rank
 
 
-class Leader:
+class SimulatedLeader:
     """Leads the one restore of a session."""
 
     def __init__(self, rank: Rank) -> None:
@@ -119,13 +119,13 @@ class Leader:
     def _ask(self, timeline: int) -> Steps:
         session = self._session
         self._asked_s = self._rank.world.now_s
-        return (yield from self._answers(wire.Begin(session.run, timeline, session.name)))
+        return (yield from self._answers(Begin(session.run, timeline, session.name)))
 
     def _tell(self, restored: Generation) -> Steps:
-        message = wire.Fence(self._session.run, self._timeline, restored, self.roll_backs)
+        message = Fence(self._session.run, self._timeline, restored, self.roll_backs)
         return (yield from self._answers(message))
 
-    def _answers(self, message: wire.Begin | wire.Fence) -> Steps:
+    def _answers(self, message: Begin | Fence) -> Steps:
         """Of all agents, or their ``Fenced``; one that is silent is left out from then on."""
         patience_s = self._session.rules.patience_s
         hosts = [host for node, host in self._session.hosts.items() if node not in self._silent]

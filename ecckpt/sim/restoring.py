@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from ecckpt import wire
-from ecckpt.agent.coding import bad_blocks, data_views
-from ecckpt.client import AgentClient
+from ecckpt.agent.runtime.shard_bytes import bad_blocks, data_views
+from ecckpt.client.read.shard_reader import Peers
+from ecckpt.client.restore.protocol import Order, Outcome, as_told
 from ecckpt.errors import (
     AgentUnreachable,
     CorruptFragment,
@@ -18,29 +18,30 @@ from ecckpt.errors import (
     MemoryBudgetTooSmall,
     TmpfsFull,
 )
-from ecckpt.fragment import SUPERBLOCK_BYTES, Header
-from ecckpt.ordering import Order, Outcome, ShardSources, as_told
-from ecckpt.reading import Peers
-from ecckpt.sim.leading import Leader
-from ecckpt.sim.network import answering
-from ecckpt.sim.pulling import Puller
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header
+from ecckpt.policy.survival import ShardSources
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.messages.restore import Assign, Fetch, Sources
+from ecckpt.sim.hosts.network import answering
+from ecckpt.sim.hosts.pulling import Puller
+from ecckpt.sim.leading import SimulatedLeader
 from ecckpt.sim.saving import LOCAL_TIMEOUT_S, Saving
-from ecckpt.sim.truth import Part, Start
+from ecckpt.sim.truth.ledger import LoadedPart, TruthStart
 from ecckpt.sim.world import Failure, Steps, sleep
 
 if TYPE_CHECKING:
-    from ecckpt.sim.rank import Rank
-    from ecckpt.tiers.memory import Region
+    from ecckpt.agent.storage.regions import Region
+    from ecckpt.sim.trainer import Rank
 
 _KNOWN_TIMEOUT_S = 1.0
 
 
-class Restorer:
+class SimulatedRestorer:
     """Restores one rank, once."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._host, self._session = rank, rank.host, rank.session
-        self._leader = Leader(rank)
+        self._leader = SimulatedLeader(rank)
         self._assigned: Region | None = None
 
     def run(self) -> Steps:
@@ -66,7 +67,7 @@ class Restorer:
             generation = order.header.shard.generation
             lead = self._leader.verdict(generation)
             if (yield from session.decide(rank, f"{attempt}/verdict", outcome, lead)):
-                start = Start(order.timeline, session.name, session.ranks)
+                start = TruthStart(order.timeline, session.name, session.ranks)
                 session.truth.loaded(start, rank.rank, generation, parts or [])
                 if self._assigned is not None:
                     session.truth.assigned(self._assigned)
@@ -103,11 +104,11 @@ class Restorer:
             if not (yield from self._await_agent()):
                 break
             try:
-                return [Part(header.shard, 0, (yield from self._through_agent(order)))]
+                return [LoadedPart(header.shard, 0, (yield from self._through_agent(order)))]
             except AgentUnreachable:
                 continue
         data = yield from self._read(order, ShardSources(header, (), order.sources))
-        return [Part(header.shard, 0, data)]
+        return [LoadedPart(header.shard, 0, data)]
 
     def _through_agent(self, order: Order) -> Steps:
         header, rules = order.header, self._session.rules
@@ -117,7 +118,7 @@ class Restorer:
                 return (yield from self._proven(header))
             except EcckptError:
                 pass  # peers will have it
-        fetch = wire.Fetch(
+        fetch = Fetch(
             header,
             order.timeline,
             as_told(order.sources),
@@ -145,7 +146,7 @@ class Restorer:
         """The shard's bytes at home, every block checked; every other rank keeps them there."""
         self._assigned = None
         if self._rank.rank % 2:
-            slot = yield self._rank.own(wire.Assign(header.shard))
+            slot = yield self._rank.own(Assign(header.shard))
             self._assigned = self._host.memory.files.get(slot.path)
 
         def look(agent: Any) -> bytes:
@@ -169,7 +170,7 @@ class Restorer:
             at += sources.header.shard_bytes
             if first < last:
                 data = yield from self._read(order, sources)
-                parts.append(Part(sources.header.shard, first, data[first:last]))
+                parts.append(LoadedPart(sources.header.shard, first, data[first:last]))
         return parts
 
     def _read(self, order: Order, sources: ShardSources) -> Steps:
@@ -184,8 +185,8 @@ class Restorer:
         for index in range(header.n):
             homes = sources.homes if index < header.k else ()
             if nodes := peers.order((*homes, *sources.fragments.get(index, ()))):
-                places.append(wire.Sources(index, tuple(nodes)))
-        message = wire.Fetch(header, order.timeline, tuple(places), 0, 0.0)
+                places.append(Sources(index, tuple(nodes)))
+        message = Fetch(header, order.timeline, tuple(places), 0, 0.0)
         puller = Puller(self._host.node, session.world, session.network, session.hosts)
         table = yield from puller.table(message)
         views = [memoryview(bytearray(header.fragment_bytes)) for _ in range(header.n)]

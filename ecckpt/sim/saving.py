@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ecckpt import wire
-from ecckpt.counting import (
+from ecckpt.client.save.commit_protocol import (
     POISON,
     Await,
     Count,
@@ -26,14 +25,15 @@ from ecckpt.counting import (
     see_through,
     wake_key_of,
 )
-from ecckpt.counting import Steps as Rule
+from ecckpt.client.save.commit_protocol import Steps as Rule
 from ecckpt.errors import EcckptError, SaveFailed, SaveSkipped, SaveTimedOut
-from ecckpt.fragment import SUPERBLOCK_BYTES
-from ecckpt.generation import Generation, ShardId
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.protocol.messages.save import Commit, Protect, Reserve, Stage, Target, Watch
 from ecckpt.sim.world import Steps, Wait, sleep
 
 if TYPE_CHECKING:
-    from ecckpt.sim.rank import Rank
+    from ecckpt.sim.trainer import Rank
 
 _WATCH_S = 1.0
 _SLICE_S = 10.0
@@ -51,13 +51,13 @@ class Saving:
 
     shard: ShardId
     deadline_s: float
-    message: wire.Protect | None = None
+    message: Protect | None = None
     counted: bool = True
     left: bool = False
     error: EcckptError | None = None
 
 
-class Saver:
+class SimulatedSaver:
     """The saves of one rank, one after another."""
 
     def __init__(self, rank: Rank) -> None:
@@ -104,7 +104,7 @@ class Saver:
         session = self._session
         header = session.header(shard, self._host.node, self._rank.parent)
         slot = yield self._rank.own(
-            wire.Reserve(
+            Reserve(
                 header,
                 session.rules.budget_bytes,
                 session.local_ranks(self._host.node),
@@ -123,13 +123,13 @@ class Saver:
         payload = view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.payload_bytes]
         payload[: len(data)] = data
         payload[len(data) :] = bytes(len(payload) - len(data))
-        yield self._rank.own(wire.Stage(header, slot.region))
+        yield self._rank.own(Stage(header, slot.region))
 
-    def follow(self, saving: Saving, targets: tuple[wire.Target, ...], *, counted: bool) -> None:
+    def follow(self, saving: Saving, targets: tuple[Target, ...], *, counted: bool) -> None:
         """See a staged shard through; without ``counted`` it only has to be protected."""
         rules = self._session.rules
         saving.counted = counted
-        saving.message = wire.Protect(
+        saving.message = Protect(
             saving.shard,
             self._rank.timeline,
             targets,
@@ -161,11 +161,11 @@ class Saver:
                 yield self._rank.own(saving.message)
             case Look(state):
                 wait_s = min(_WATCH_S, self._left_s(saving, state))
-                return (yield self._watch(wire.Watch(shard, state, wait_s)))
+                return (yield self._watch(Watch(shard, state, wait_s)))
             case Tell():
-                yield self._rank.own(wire.Commit(session.run, shard.generation))
+                yield self._rank.own(Commit(session.run, shard.generation))
             case Share():
-                yield from self._tell_share(wire.Commit(session.run, shard.generation))
+                yield from self._tell_share(Commit(session.run, shard.generation))
             case Pause():
                 yield sleep(min(_PAUSE_S, self._left_s(saving, "committed")))
             case Ended(error):
@@ -228,7 +228,7 @@ class Saver:
             raise SaveTimedOut(f"{saving.shard}: still {state} at its deadline")
         return left_s
 
-    def _tell_share(self, message: wire.Commit) -> Steps:
+    def _tell_share(self, message: Commit) -> Steps:
         session = self._session
         idle = [node for node in session.hosts if not session.local_ranks(node)]
         for node in idle[self._rank.rank :: session.ranks]:
@@ -237,7 +237,7 @@ class Saver:
             except EcckptError:
                 continue
 
-    def _watch(self, message: wire.Watch) -> Wait:
+    def _watch(self, message: Watch) -> Wait:
         def handle(agent: Any, answer: Callable[[Any], None]) -> None:
             agent.watch(message, answer)
 

@@ -6,17 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from ecckpt import wire
+from ecckpt.client.restore.protocol import Wanted
 from ecckpt.errors import EcckptError, SaveFailed
-from ecckpt.fragment import Header
-from ecckpt.generation import Generation, ShardId
-from ecckpt.ordering import Wanted
-from ecckpt.placement import Placement
-from ecckpt.sim.host import Host
-from ecckpt.sim.network import Network
-from ecckpt.sim.rank import Rank
-from ecckpt.sim.rules import Rules, content_of
-from ecckpt.sim.truth import Truth
+from ecckpt.format.fragment_file import Header
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.policy.placement import Placement
+from ecckpt.protocol.messages.save import Target
+from ecckpt.sim.hosts.host import SimulatedHost
+from ecckpt.sim.hosts.network import SimulatedNetwork
+from ecckpt.sim.run_config import Rules, content_of
+from ecckpt.sim.trainer import Rank
+from ecckpt.sim.truth.ledger import Truth
 from ecckpt.sim.world import Actor, Failure, Process, Steps, Wait, World, sleep
 
 _STORE_PATIENCE_S = 30.0
@@ -37,9 +37,9 @@ class Session:
         run: str,
         rules: Rules,
         world: World,
-        network: Network,
+        network: SimulatedNetwork,
         truth: Truth,
-        hosts: dict[str, Host],
+        hosts: dict[str, SimulatedHost],
         homes: list[str],
         placement: Placement,
         wanted: Wanted,
@@ -79,10 +79,10 @@ class Session:
         """How many ranks have their home there."""
         return self._local[node]
 
-    def targets(self, node: str) -> tuple[wire.Target, ...]:
+    def targets(self, node: str) -> tuple[Target, ...]:
         """The holders of a home's fragments."""
         holders = self.placement.holders[node]
-        return tuple(wire.Target(index, each, each) for index, each in enumerate(holders))
+        return tuple(Target(index, each, each) for index, each in enumerate(holders))
 
     def header(self, shard: ShardId, home: str, parent: Generation | None) -> Header:
         """Of a shard that is about to be saved."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from ecckpt.agent.sizes import steady_bytes
-from ecckpt.generation import Generation, ShardId
-from ecckpt.retention import Keep
-from ecckpt.sim.counts import Counts
+from ecckpt.agent.core.sizing import steady_bytes
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.policy.retention import Keep
 from ecckpt.sim.faults import Faults, draw
-from ecckpt.sim.host import Host, Witness
-from ecckpt.sim.injecting import Injector
-from ecckpt.sim.launching import Launcher
-from ecckpt.sim.network import Network
-from ecckpt.sim.rules import Rules
-from ecckpt.sim.violation import Violation
+from ecckpt.sim.hosts.host import SimulatedHost, Witness
+from ecckpt.sim.hosts.network import SimulatedNetwork
+from ecckpt.sim.injector import Injector
+from ecckpt.sim.launcher import Launcher
+from ecckpt.sim.run_config import Rules
+from ecckpt.sim.truth.counts import Counts
+from ecckpt.sim.truth.violation import Violation
 from ecckpt.sim.world import World
 
 _CALM_S = 15.0  # until something is committed
@@ -30,7 +30,7 @@ _CODES = ((1, 1), (2, 1), (3, 2), (4, 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     """What became of a seed. ``violation`` is empty if every promise was kept."""
 
     seed: int
@@ -56,7 +56,7 @@ class Simulation:
         self.seed = seed
         self.faults = draw(rng) if faults is None else faults
         self.world = World(seed)
-        self.network = Network(self.world)
+        self.network = SimulatedNetwork(self.world)
         k, m = rng.choice([each for each in _CODES if sum(each) < nodes])
         most = max(1, nodes - k - m - 1)
         sizes = [min(each, most) for each in (2, 3, 4, 8, 16, nodes // 2)]
@@ -73,7 +73,9 @@ class Simulation:
             strict=self.faults.of_disks_alone,
         )
         racks = rng.choice([nodes, max(1, nodes // 4)])
-        self.hosts = {f"n{at}": Host(f"n{at}", f"rack{at % racks}", self) for at in range(nodes)}
+        self.hosts = {
+            f"n{at}": SimulatedHost(f"n{at}", f"rack{at % racks}", self) for at in range(nodes)
+        }
         self._injector = Injector(self, self.launcher, self.faults)
 
     @property
@@ -81,7 +83,7 @@ class Simulation:
         """Who watches the run as it is called now."""
         return self.launcher.truth
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Let it happen. A violation ends it."""
         violation, kind = "", ""
         try:
@@ -89,7 +91,7 @@ class Simulation:
         except Violation as found:
             violation, kind = f"at {self.world.now_s:.3f} s: {found}", found.kind
         world = self.world
-        return Outcome(
+        return SimulationOutcome(
             self.seed,
             len(self.hosts),
             self.ranks,
@@ -157,6 +159,6 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
     )
 
 
-def simulate(seed: int, nodes: int, faults: Faults | None = None) -> Outcome:
+def simulate(seed: int, nodes: int, faults: Faults | None = None) -> SimulationOutcome:
     """Run one seed on so many nodes; the faults are drawn from it unless they are given."""
     return Simulation(seed, nodes, faults).run()

@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from ecckpt import wire
-from ecckpt.agent.node import Agent
-from ecckpt.agent.sizes import steady_bytes
-from ecckpt.codec import Codec
+from ecckpt.agent.core.sizing import steady_bytes
+from ecckpt.agent.runtime.service import AgentService
+from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import EcckptError
-from ecckpt.fragment import HOME, Header, fragment_bytes_for, pack_table
-from ecckpt.generation import Generation, ShardId
+from ecckpt.format.fragment_file import HOME, Header, fragment_bytes_for, pack_table
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.protocol.messages.disk import Retain, Store
+from ecckpt.protocol.messages.restore import Fence
+from ecckpt.protocol.messages.save import Commit, Hold, Prefetch, Protect, Reserve, Stage, Watch
 
 K, M, BLOCK_BYTES, SHARD_BYTES = 3, 2, 4096, 14_000
 RUN, NODE, SESSION = "test", "n0", "0123456789abcdef"
@@ -87,7 +89,7 @@ class Life:
         self._budget_bytes = steady_bytes(steady, local_ranks=1, holders=1)
 
     def live(self) -> None:
-        self._agent = Agent(
+        self._agent = AgentService(
             self._root,
             node=NODE,
             domain=NODE,
@@ -96,7 +98,7 @@ class Life:
             disk=self._root.parent / "disk",
         )
         base = self._agent.inventory(RUN).committed
-        if self._try(lambda: self._agent.fence(wire.Fence(RUN, self._timeline, base, ()))):
+        if self._try(lambda: self._agent.fence(Fence(RUN, self._timeline, base, ()))):
             _say(f"fenced {self._timeline}")
         first = (base.step if base else 0) + 1
         given_up: list[Generation] = []
@@ -135,13 +137,13 @@ class Life:
         self._protect(which, given_up)
         self._hold(which, given_up)
         _say(f"committing {which}")
-        self._agent.commit(wire.Commit(RUN, which))
+        self._agent.commit(Commit(RUN, which))
         _say(f"committed {which}")
         self._store(which)
 
     def _store(self, which: Generation) -> None:
         """To disk, and let older ones go from there."""
-        message = wire.Store(RUN, which, 0, ())
+        message = Store(RUN, which, 0, ())
         deadline_s = time.monotonic() + WAIT_S
         while (answer := self._agent.store(message)).waiting_bytes:
             if time.monotonic() > deadline_s:
@@ -150,26 +152,26 @@ class Life:
         if answer.problems or len(answer.pieces) != 2:
             raise EcckptError(f"not stored: {answer}")
         _say(f"stored {which}")
-        self._agent.retain(wire.Retain(RUN, self._timeline, (which,)))
+        self._agent.retain(Retain(RUN, self._timeline, (which,)))
 
     def _stage(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)
-        slot = self._agent.reserve(wire.Reserve(head, self._budget_bytes, 1, 1, given_up))
+        slot = self._agent.reserve(Reserve(head, self._budget_bytes, 1, 1, given_up))
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(payload_of(which, 0))
-        self._agent.stage(wire.Stage(head, slot.region))
+        self._agent.stage(Stage(head, slot.region))
 
     def _protect(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)
         self._agent.protect(
-            wire.Protect(head.shard, self._timeline, (), 0, self._budget_bytes, WAIT_S, given_up)
+            Protect(head.shard, self._timeline, (), 0, self._budget_bytes, WAIT_S, given_up)
         )
         deadline_s, state = time.monotonic() + WAIT_S, "encoding"
         while state not in ("protected", "failed") and time.monotonic() < deadline_s:
-            state = self._agent.watch(wire.Watch(head.shard, state, 1.0)).state
+            state = self._agent.watch(Watch(head.shard, state, 1.0)).state
         if state != "protected":
-            problems = self._agent.watch(wire.Watch(head.shard, "", 0.0)).problems
+            problems = self._agent.watch(Watch(head.shard, "", 0.0)).problems
             raise EcckptError(f"{state}: {problems}")
         _say(f"protected {which}")
 
@@ -178,9 +180,9 @@ class Life:
         table = pack_table(coded(which, 1)[1])
         source, budget_bytes = self._source, self._budget_bytes
         # Once there is memory to spare, it is pulled before it is asked for.
-        self._agent.prefetch(wire.Prefetch(head, self._timeline, source, 5.0, given_up))
+        self._agent.prefetch(Prefetch(head, self._timeline, source, 5.0, given_up))
         self._agent.hold(
-            wire.Hold(head, self._timeline, table, source, budget_bytes, 5.0, given_up, False)
+            Hold(head, self._timeline, table, source, budget_bytes, 5.0, given_up, False)
         )
         deadline_s = time.monotonic() + WAIT_S
         core = self._agent.core

@@ -28,9 +28,10 @@ if __name__ == "__main__":
 from worlds import World, same_state, states_for
 
 from ecckpt import errors
-from ecckpt.handle import SaveHandle
-from ecckpt.recovery import plan_recovery
-from ecckpt.testing import LocalCluster
+from ecckpt.client.handles import SaveHandle
+from ecckpt.policy.survival import plan_recovery
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 Step = tuple[int, int]  # timeline, step
 
@@ -126,7 +127,7 @@ class Campaign:
 
     def _lose(self) -> None:
         clients = map(self._cluster.client, self._cluster.nodes)
-        plan = plan_recovery(self._run, [client.inventory(self._run) for client in clients])
+        plan = plan_recovery(self._run, [client.call(INVENTORY, self._run) for client in clients])
         margins = {
             (report.generation.timeline, report.generation.step): report.margin
             for report in plan.generations

@@ -41,13 +41,15 @@ if __name__ == "__main__":
 from chaos import agent_life
 from chaos.agent_life import HELD, NODE, RUN, coded, header_of, payload_of
 
-from ecckpt import wire
-from ecckpt.agent.disk import Disk
-from ecckpt.agent.ledgers import Ledgers
-from ecckpt.agent.shelf import Shelf
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header
-from ecckpt.generation import Generation
-from ecckpt.transport.http import request
+from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.runtime.disk_store import Disk
+from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
+from ecckpt.format.ids import Generation
+from ecckpt.protocol.encoding import pack_message, unpack_message
+from ecckpt.protocol.http import request
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.save import Held
 
 # What only waits, asks the time or who one is changes nothing: no need to die there.
 HARMLESS = "futex,clock_nanosleep,rt_sigprocmask,rt_sigaction,rt_sigreturn,sched_yield,getpid,"
@@ -119,7 +121,7 @@ class Lives:
         self.root = self.base / "live" / NODE
         self.root.mkdir(mode=0o700, parents=True)
         self._prepared = self.base / "prepared"
-        self._held: list[wire.Held] = []
+        self._held: list[Held] = []
         self._server = _source(self._held)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
 
@@ -231,7 +233,7 @@ class Lives:
     # -- what must be true ------------------------------------------------------------------------
 
     def check(self, account: Account) -> None:
-        shelf, ledgers = Shelf(self.root, node=NODE), Ledgers(NODE)
+        shelf, ledgers = Shelf(self.root, node=NODE), RunRecords(NODE)
         shelf.adopt(ledgers)
         ledger = ledgers.look(RUN)
         committed = account.last("committed ") or self._base_account.last("committed ")
@@ -342,7 +344,7 @@ def _traced(pid: str, arguments: list[str]) -> Iterator[None]:
         tracer.wait(DEADLINE_S)
 
 
-def _source(held: list[wire.Held]) -> HTTPServer:
+def _source(held: list[Held]) -> HTTPServer:
     """Rank 1's home: gives fragments, and takes note of what is held."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -358,8 +360,8 @@ def _source(held: list[wire.Held]) -> HTTPServer:
             body = self.rfile.read(length)
             if len(body) < length:
                 return  # it died while telling
-            held.append(wire.unpack(wire.Held, body))
-            self._answer(wire.pack(wire.Done()))
+            held.append(unpack_message(Held, body))
+            self._answer(pack_message(Done()))
 
         def _answer(self, body: bytes) -> None:
             self.send_response(200)

@@ -25,9 +25,11 @@ if __name__ == "__main__":
 import pytest
 from stored import BLOCK_BYTES, files_of, store
 
-from ecckpt import errors, wire
-from ecckpt.fragment import HOME, SUPERBLOCK_BYTES, Header, parse_superblock
-from ecckpt.testing import LocalCluster
+from ecckpt import errors
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, parse_superblock
+from ecckpt.protocol.messages.restore import Fetch, Fetched, Sources
+from ecckpt.protocol.verbs import FETCH, INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 K, M = 3, 2
 RUN = "test"
@@ -64,7 +66,7 @@ def superblocks_and_tables() -> Counter[str]:
         started_s = time.monotonic()
         cluster.restart("n2")
         tried["milliseconds to start"] = int(1000 * (time.monotonic() - started_s))
-        found = cluster.client("n2").inventory(RUN)
+        found = cluster.client("n2").call(INVENTORY, RUN)
         assert [each.index for each in found.headers] == [header.index]
         empty = {copy for copy, content in cases.items() if not content}
         assert {copy.name for copy in cases.keys() - empty} == found.rejected.keys()
@@ -155,7 +157,7 @@ class _Payloads:
         with pytest.raises((errors.TooFewFragments, errors.CorruptFragment), match="good fragment"):
             self._fetch(home=False)
 
-    def _fetch(self, *, home: bool) -> wire.Fetched:
+    def _fetch(self, *, home: bool) -> Fetched:
         """To the last node, which is no home: from the fragments, or the home copy first."""
         address = {n: self._cluster.client(n).node().address for n in self._cluster.nodes}
         sources = []
@@ -163,10 +165,10 @@ class _Payloads:
             at = [self._at[index]]
             if home and index < K:
                 at.insert(0, self._at[HOME])
-            sources.append(wire.Sources(index, tuple(address[node] for node in at)))
+            sources.append(Sources(index, tuple(address[node] for node in at)))
         node = self._cluster.nodes[-1]
         header = replace(self._header.at(HOME), home=node)
-        return self._cluster.client(node).fetch(wire.Fetch(header, 1, tuple(sources), 0, 30.0))
+        return self._cluster.client(node).call(FETCH, Fetch(header, 1, tuple(sources), 0, 30.0))
 
 
 class _Damage:

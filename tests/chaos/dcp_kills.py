@@ -29,7 +29,7 @@ from test_torch_dcp import assert_same_world, checkpointer, load, save, world_st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ecckpt.integrations.torch_dcp import Reader, Writer
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 RANKS = 2
 STEPS = 10

@@ -21,10 +21,12 @@ if __name__ == "__main__":
 import pytest
 from stored import store
 
-from ecckpt import errors, wire
-from ecckpt.fragment import HOME
-from ecckpt.recovery import ShardReport, plan_recovery
-from ecckpt.testing import LocalCluster
+from ecckpt import errors
+from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.survival import ShardReport, plan_recovery
+from ecckpt.protocol.messages.restore import Fetch, Fetched, Sources
+from ecckpt.protocol.verbs import FETCH, INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 SHARD_BYTES = 50_000  # several blocks in each fragment, the last one short
 
@@ -60,7 +62,9 @@ class _Matrix:
         self._m = m
         self._clients = {node: cluster.client(node) for node in cluster.nodes}
         self._addresses = {node: each.node().address for node, each in self._clients.items()}
-        self._inventories = {node: each.inventory("test") for node, each in self._clients.items()}
+        self._inventories = {
+            node: each.call(INVENTORY, "test") for node, each in self._clients.items()
+        }
 
     def survive(self, lost: tuple[str, ...]) -> int:
         alive = [node for node in self._nodes if node not in lost]
@@ -95,14 +99,14 @@ class _Matrix:
             with pytest.raises(errors.TooFewFragments):
                 self._fetch(gone[0], alive[0])
 
-    def _fetch(self, report: ShardReport, at: str) -> wire.Fetched:
+    def _fetch(self, report: ShardReport, at: str) -> Fetched:
         assert report.header is not None
         sources = tuple(
-            wire.Sources(index, tuple(self._addresses[node] for node in nodes))
+            Sources(index, tuple(self._addresses[node] for node in nodes))
             for index, nodes in report.fragments.items()
         )
         header = replace(report.header.at(HOME), home=at)
-        return self._clients[at].fetch(wire.Fetch(header, 1, sources, 0, 30.0))
+        return self._clients[at].call(FETCH, Fetch(header, 1, sources, 0, 30.0))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from ecckpt.agents import await_agent, local_client
-from ecckpt.client import AgentClient
-from ecckpt.testing import await_end, children
+from ecckpt.client.cluster.local_agent import await_agent, local_client
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.testing.local_cluster import await_end, children
 
 Way = Literal["in", "out", "both"]
 

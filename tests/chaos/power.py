@@ -24,9 +24,10 @@ if __name__ == "__main__":
 from worlds import World, same_state, states_for
 
 from ecckpt.errors import NothingToRestore
-from ecckpt.generation import Generation
-from ecckpt.recovery import Inventory, plan_recovery
-from ecckpt.testing import LocalCluster
+from ecckpt.format.ids import Generation
+from ecckpt.policy.survival import Inventory, plan_recovery
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 _FILES = 6 + 6 * 5
 
@@ -118,7 +119,9 @@ class PowerCampaign:
         return sum(h.shard.generation == chosen.generation for h in files) == _FILES
 
     def _inventories(self) -> list[Inventory]:
-        return [self._cluster.client(node).inventory(self._run) for node in self._cluster.nodes]
+        return [
+            self._cluster.client(node).call(INVENTORY, self._run) for node in self._cluster.nodes
+        ]
 
     def _lose(self, count: int) -> None:
         lost = self._random.sample(self._cluster.nodes, count)

@@ -12,8 +12,8 @@ import pytest
 from worlds import World, same_state, states_for
 
 from ecckpt import errors
-from ecckpt.client import AgentClient
-from ecckpt.testing import LocalCluster
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.testing.local_cluster import LocalCluster
 
 RANKS = 6
 OPTIONS: dict[str, Any] = {"code": (3, 2), "restore_timeout_s": 8.0}

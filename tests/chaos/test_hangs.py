@@ -23,14 +23,20 @@ from stored import store
 from worlds import states_for
 
 import ecckpt
-from ecckpt import agents, errors, joining, reading, rendezvous, wire
-from ecckpt.agent import node
-from ecckpt.config import NodeConfig
-from ecckpt.fragment import HOME
-from ecckpt.generation import ShardId
-from ecckpt.ordering import ShardSources
-from ecckpt.recovery import plan_recovery
-from ecckpt.testing import LocalCluster
+from ecckpt import errors
+from ecckpt.agent.runtime import service as node
+from ecckpt.client.cluster import join as joining
+from ecckpt.client.cluster import local_agent as agents
+from ecckpt.client.cluster import rendezvous
+from ecckpt.client.config import NodeConfig
+from ecckpt.client.read import shard_reader as reading
+from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import ShardId
+from ecckpt.policy.survival import ShardSources, plan_recovery
+from ecckpt.protocol.messages.restore import Fetch, Sources
+from ecckpt.protocol.messages.save import Watch
+from ecckpt.protocol.verbs import FETCH, INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 STORE = """
 import sys, time, datetime, torch.distributed as dist
@@ -59,14 +65,14 @@ def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
         held = {
             header.index: node
             for node in cluster.nodes
-            for header in cluster.client(node).inventory("test").headers
+            for header in cluster.client(node).call(INVENTORY, "test").headers
             if header.index != HOME
         }
-        sources = tuple(wire.Sources(index, (address[held[index]],)) for index in sorted(held))
-        header = next(iter(cluster.client("n5").inventory("test").headers))
-        message = wire.Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 5.0)
+        sources = tuple(Sources(index, (address[held[index]],)) for index in sorted(held))
+        header = next(iter(cluster.client("n5").call(INVENTORY, "test").headers))
+        message = Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 5.0)
         with stopped(cluster.pid(held[0])):
-            fetched = cluster.client("n5").fetch(message)
+            fetched = cluster.client("n5").call(FETCH, message)
         with Path(fetched.slot.path).open("rb") as file:
             file.seek(fetched.slot.payload_offset)
             assert file.read(len(shard)) == shard
@@ -118,15 +124,17 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
     with LocalCluster(nodes=6) as cluster:
         store(cluster, [shard])
         address = {node: cluster.client(node).node().address for node in cluster.nodes}
-        headers = {node: cluster.client(node).inventory("test").headers for node in cluster.nodes}
+        headers = {
+            node: cluster.client(node).call(INVENTORY, "test").headers for node in cluster.nodes
+        }
         held = {
             each.index: node for node in headers for each in headers[node] if each.index != HOME
         }
         with _Slow(address[held[1]]) as slow:
-            sources = [wire.Sources(index, (address[held[index]],)) for index in sorted(held)]
-            sources[1] = wire.Sources(1, (slow.address,))
+            sources = [Sources(index, (address[held[index]],)) for index in sorted(held)]
+            sources[1] = Sources(1, (slow.address,))
             header = replace(next(iter(headers["n5"])).at(HOME), home="n5")
-            fetched = cluster.client("n5").fetch(wire.Fetch(header, 1, tuple(sources), 0, 20.0))
+            fetched = cluster.client("n5").call(FETCH, Fetch(header, 1, tuple(sources), 0, 20.0))
         with Path(fetched.slot.path).open("rb") as file:
             file.seek(fetched.slot.payload_offset)
             assert file.read(len(shard)) == shard
@@ -141,19 +149,21 @@ def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
     with LocalCluster(nodes=6) as cluster:
         store(cluster, [shard])
         address = {node: cluster.client(node).node().address for node in cluster.nodes}
-        headers = {node: cluster.client(node).inventory("test").headers for node in cluster.nodes}
+        headers = {
+            node: cluster.client(node).call(INVENTORY, "test").headers for node in cluster.nodes
+        }
         held = {
             each.index: node for node in headers for each in headers[node] if each.index != HOME
         }
         with _Slow(address[held[1]], 100_000) as one, _Slow(address[held[2]], 100_000) as other:
-            sources = [wire.Sources(index, (address[held[index]],)) for index in sorted(held)]
-            sources[0] = wire.Sources(0, ("127.0.0.1:1",))
+            sources = [Sources(index, (address[held[index]],)) for index in sorted(held)]
+            sources[0] = Sources(0, ("127.0.0.1:1",))
             sources[1], sources[2] = (
-                wire.Sources(1, (one.address,)),
-                wire.Sources(2, (other.address,)),
+                Sources(1, (one.address,)),
+                Sources(2, (other.address,)),
             )
             header = replace(next(iter(headers["n5"])).at(HOME), home="n5")
-            fetched = cluster.client("n5").fetch(wire.Fetch(header, 1, tuple(sources), 0, 20.0))
+            fetched = cluster.client("n5").call(FETCH, Fetch(header, 1, tuple(sources), 0, 20.0))
         assert not any("left behind" in problem for problem in fetched.problems)
         assert fetched.rebuilt_fragments == 1
 
@@ -161,7 +171,7 @@ def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
 def _reader(cluster: LocalCluster, slow: dict[str, _Slow], **more: float) -> reading.ShardReader:
     """Of the shard that is stored, as a rank sees it to whom some agents are slow."""
     clients = {node: cluster.client(node) for node in cluster.nodes}
-    plan = plan_recovery("test", [client.inventory("test") for client in clients.values()])
+    plan = plan_recovery("test", [client.call(INVENTORY, "test") for client in clients.values()])
     (report,) = plan.chosen.shards
     clients |= {node: replace(clients[node], address=slow[node].address) for node in slow}
     sources = ShardSources(report.header, report.homes, report.fragments)
@@ -238,9 +248,9 @@ def test_nobody_watches_for_longer_than_the_agent_lets_him(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node, "_WAIT_LIMIT_S", 0.2)
-    agent = node.Agent(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
+    agent = node.AgentService(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
     shard = ShardId("test", generation(), 0)
-    assert agent.watch(wire.Watch(shard, "unknown", 1e6)).state == "unknown"
+    assert agent.watch(Watch(shard, "unknown", 1e6)).state == "unknown"
 
 
 @pytest.mark.long

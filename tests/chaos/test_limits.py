@@ -17,10 +17,8 @@ from builders import SESSION
 from stored import store
 from worlds import World, same_state, states_for
 
-from ecckpt import wire
-from ecckpt.client import AgentClient
 from ecckpt.errors import NoRoomToRestore
-from ecckpt.fragment import (
+from ecckpt.format.fragment_file import (
     BLOCK_BYTES,
     HOME,
     SUPERBLOCK_BYTES,
@@ -28,8 +26,11 @@ from ecckpt.fragment import (
     fragment_bytes_for,
     parse_superblock,
 )
-from ecckpt.generation import Generation, ShardId
-from ecckpt.testing import LocalCluster
+from ecckpt.format.ids import Generation, ShardId
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.messages.save import Reserve, Stage
+from ecckpt.protocol.verbs import RESERVE, STAGE
+from ecckpt.testing.local_cluster import LocalCluster
 
 ELEMENTS = 300_000  # 1.2 MB a rank
 ROOM_BYTES = 16 << 30
@@ -178,12 +179,12 @@ def test_dead_trainers_and_neighbours_side_by_side(cluster6: LocalCluster) -> No
     for step in range(1, 21):
         # A trainer that dies in the middle of its snapshot, or right after it, again and again.
         header = _header(step)
-        slot = client.reserve(wire.Reserve(header, 1 << 24, 1, 5, ()))
+        slot = client.call(RESERVE, Reserve(header, 1 << 24, 1, 5, ()))
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(b"half of it")
         if step % 2:
-            client.stage(wire.Stage(header, slot.region))
+            client.call(STAGE, Stage(header, slot.region))
     left = client.status()["runs"]["test"]
     assert left["used_bytes"] < 2 * header.file_bytes
     states = states_for(6, seed=1)

@@ -12,6 +12,7 @@ from chaos.rough import RoughNamespaces, missing_tun
 from worlds import World, same_state, states_for
 
 from ecckpt import errors
+from ecckpt.protocol.verbs import TRACE
 
 pytestmark = pytest.mark.long
 
@@ -190,7 +191,7 @@ def test_large_fragments_are_pulled_while_they_are_encoded(net: Namespaces) -> N
             (handle,) = world.save(step, states)
             assert handle.wait(60)
             assert handle.held == 3, handle.problems
-        spans = [span for node in net.nodes for span in net.client(node).trace("early").agent]
+        spans = [span for node in net.nodes for span in net.client(node).call(TRACE, "early").agent]
         names = [span.name for span in spans]
         # The first two find no memory to spare; all eight too late would be strange.
         assert 0 < names.count("prefetch") <= 8

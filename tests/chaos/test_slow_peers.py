@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 import pytest
 from stored import store
 
-from ecckpt.fragment import HOME
-from ecckpt.testing import LocalCluster
+from ecckpt.format.fragment_file import HOME
+from ecckpt.protocol.verbs import INVENTORY
+from ecckpt.testing.local_cluster import LocalCluster
 
 MANY = 80  # more than the agent has threads
 HEAD = b"POST /v1/runs/test/commit HTTP/1.1\r\nHost: agent\r\nContent-Length: 100\r\n"
@@ -69,7 +70,7 @@ def test_readers_of_a_byte_a_second() -> None:
     with LocalCluster(nodes=1) as cluster:
         # More than what the sockets between them take in.
         store(cluster, [bytes(24 << 20)], code=(1, 0))
-        (header,) = cluster.client("n0").inventory("test").headers
+        (header,) = cluster.client("n0").call(INVENTORY, "test").headers
         assert header.index == HOME
         shard = header.shard
         path = f"/v1/runs/test/shards/{shard.generation}/{shard.rank}/shard"

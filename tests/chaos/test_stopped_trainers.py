@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chaos.trainer import digest, state_of
 
-from ecckpt.testing import LocalCluster
+from ecckpt.testing.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.long
 

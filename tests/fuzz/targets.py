@@ -16,13 +16,13 @@ from typing import Any
 import msgpack
 import torch
 from builders import SESSION, generation, header, table_of
+from message_classes import message_classes
 
-from ecckpt import wire
-from ecckpt.agent.ledger import Notes
-from ecckpt.agent.notes import pack_notes, unpack_notes
-from ecckpt.checksums import crc32c
+from ecckpt.agent.core.run_record import RunNotes
+from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
+from ecckpt.coding.crc32c import crc32c
 from ecckpt.errors import EcckptError
-from ecckpt.fragment import (
+from ecckpt.format.fragment_file import (
     FORMAT_VERSION,
     SUPERBLOCK_BYTES,
     Header,
@@ -31,20 +31,22 @@ from ecckpt.fragment import (
     parse_superblock,
     parse_table,
 )
-from ecckpt.generation import Generation
-from ecckpt.integrations.opcodes import read_opcodes
-from ecckpt.lineage import RollBack
-from ecckpt.recovery import Inventory
-from ecckpt.state import plan_shard, read_shard
-from ecckpt.state.header import parse_header
-from ecckpt.state.metadata import parse_notes
-from ecckpt.state.reading import decode
-from ecckpt.transport.http import split_address
+from ecckpt.format.ids import Generation
+from ecckpt.integrations.dcp.pickle_opcodes import read_opcodes
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import Inventory
+from ecckpt.protocol.encoding import pack_message, unpack_message, version_of
+from ecckpt.protocol.http import split_address
+from ecckpt.protocol.messages.node import Done
+from ecckpt.state.file.header import parse_header
+from ecckpt.state.file.metadata import parse_notes
+from ecckpt.state.file.shard import read_shard
+from ecckpt.state.snapshot.plan import plan_shard
+from ecckpt.state.tree.decoding import decode
 
 CORPUS = Path(__file__).parent / "corpus"
 MESSAGES: list[type] = sorted(
-    {each for each in vars(wire).values() if dataclasses.is_dataclass(each)} - {Header, Generation}
-    | {Inventory},
+    {*message_classes(), Inventory},
     key=lambda each: each.__name__,
 )
 _HEAD = header(block_bytes=4096)
@@ -74,14 +76,14 @@ def table(data: bytes) -> None:
 
 def message(data: bytes) -> None:
     """A control message; the first byte says of which kind."""
-    kind = MESSAGES[data[0] % len(MESSAGES)] if data else wire.Done
-    found = wire.unpack(kind, data[1:])
-    assert wire.unpack(kind, wire.pack(found)) == found
+    kind = MESSAGES[data[0] % len(MESSAGES)] if data else Done
+    found = unpack_message(kind, data[1:])
+    assert unpack_message(kind, pack_message(found)) == found
 
 
 def version(data: bytes) -> None:
     """The protocol version of another agent."""
-    wire.version_of(data)
+    version_of(data)
 
 
 def notes(data: bytes) -> None:
@@ -157,7 +159,7 @@ def _superblocks() -> list[bytes]:
 
 
 def _messages() -> list[bytes]:
-    return [bytes([number]) + wire.pack(_sample(kind)) for number, kind in enumerate(MESSAGES)]
+    return [bytes([number]) + pack_message(_sample(kind)) for number, kind in enumerate(MESSAGES)]
 
 
 def _sample(kind: Any) -> Any:
@@ -183,8 +185,8 @@ def _sample(kind: Any) -> Any:
 
 
 def _notes() -> list[bytes]:
-    full = Notes(3, generation(), generation(), (RollBack(2, generation()),), (generation(),))
-    return [pack_notes(each)[4:] for each in (Notes(), full)]
+    full = RunNotes(3, generation(), generation(), (RollBack(2, generation()),), (generation(),))
+    return [pack_notes(each)[4:] for each in (RunNotes(), full)]
 
 
 def _state() -> dict[str, Any]:

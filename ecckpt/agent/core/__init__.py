@@ -1,0 +1,1 @@
+"""What an agent decides: events in, actions out. No I/O, no threads, no clock."""

@@ -1,0 +1,143 @@
+"""What goes from memory to this node's disk: one generation of a run at a time, file by file.
+
+Entries are lent to the disk, not pinned: if a newer save needs the memory first, they are taken
+back, and what is not on disk then is said. The disk is never waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ecckpt.agent.core.actions import Action, Reply, Storing, Warn, Write
+from ecckpt.agent.core.run_record import Entry, RunRecord
+from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
+from ecckpt.protocol.messages.disk import Piece, Retain, Store, Stored
+from ecckpt.protocol.messages.node import Done
+
+if TYPE_CHECKING:
+    from ecckpt.agent.storage.disk import DiskFile
+
+TAKEN_BACK = "memory was needed for a newer save (a larger memory_bytes would keep it longer)"
+
+_PROBLEMS = 8
+
+
+class Storekeeper:
+    """What is being stored, by run. ``problem`` says why the disk cannot be used, if it cannot."""
+
+    def __init__(self, ledgers: RunRecords, *, problem: str) -> None:
+        self._ledgers = ledgers
+        self._problem = problem
+        self._storing: dict[str, Storing] = {}
+        self._writing: dict[str, Entry] = {}  # by run: a disk that hangs gets no second one
+
+    def asked(self, message: Store | Retain) -> list[Action]:
+        """What a request leads to."""
+        return self._store(message) if isinstance(message, Store) else self._retain(message)
+
+    def _store(self, message: Store) -> list[Action]:
+        """Begin to store a generation, or tell how far it is."""
+        ledger = self._ledgers.of(message.run)
+        ledger.check(message.generation.timeline)
+        if not self._ledgers.disk:
+            return [Reply(Stored(False, (), 0, ()))]
+        actions: list[Action] = []
+        storing = self._storing.get(message.run)
+        if storing is None or storing.message.generation != message.generation:
+            actions = self._begin(ledger, message)
+        return [Reply(self.stored(message.run)), *actions]
+
+    def stored(self, run: str) -> Stored:
+        """How far the generation is that was last to be stored."""
+        storing = self._storing.get(run)
+        if storing is None:
+            return Stored(self._ledgers.disk, (), 0, ())
+        generation = storing.message.generation
+        pieces = tuple(
+            Piece(shard.rank, index)
+            for shard, index in self._ledgers.look(run).files
+            if shard.generation == generation
+        )
+        left = list(storing.waiting)
+        writing = self._writing.get(run)
+        if writing is not None and writing.header.shard.generation == generation:
+            left.append(writing)
+        waiting_bytes = sum(entry.header.file_bytes for entry in left)
+        waiting_bytes -= storing.copied_bytes
+        return Stored(True, pieces, waiting_bytes, tuple(storing.problems))
+
+    def _retain(self, message: Retain) -> list[Action]:
+        """Note what is on disk everywhere; what is older and not kept goes when that is noted."""
+        ledger = self._ledgers.of(message.run)
+        ledger.check(message.writer)
+        if list(message.generations) != sorted(set(message.generations)) or not message.generations:
+            raise InvalidMessage(f"{len(message.generations)} generations, not oldest first")
+        ledger.retain(message.generations)
+        noted = self._ledgers.note(ledger, message)
+        return noted or [
+            Reply(Done()),
+            *self._ledgers.remove(message.run, ledger.superseded()),
+        ]
+
+    def written(self, write: Write, file: DiskFile) -> list[Action]:
+        """A file is on disk."""
+        self._ledgers.keep_file(file)
+        run = file.header.shard.run
+        forgotten = file.header.shard.generation.timeline < self._ledgers.of(run).forgotten
+        gone = self._ledgers.remove(run, [file]) if forgotten else []
+        return [*gone, *self._end(write)]
+
+    def failed(self, write: Write, error: Exception) -> list[Action]:
+        """A file could not be written."""
+        run, storing = write.entry.header.shard.run, write.storing
+        if not write.again and isinstance(error, DiskBudgetTooSmall | DiskFull):
+            attempts = self._ledgers.remove(run, self._ledgers.of(run).attempts())
+            if attempts:
+                return [*attempts, Write(storing, write.entry, again=True)]
+        warned = [] if storing.problems else [Warn(f"storing {write.entry.header.shard}: {error}")]
+        self._note(storing, str(error))
+        return [*warned, *self._end(write)]
+
+    def stop(self, run: str) -> list[Action]:
+        """Write no more of a run than what is being written."""
+        actions: list[Action] = []
+        older = self._storing.get(run)
+        while older is not None and older.waiting:
+            actions += self._ledgers.unlend(older.waiting.popleft())
+        return actions
+
+    def _begin(self, ledger: RunRecord, message: Store) -> list[Action]:
+        actions = self.stop(ledger.run)
+        actions += self._ledgers.remove(ledger.run, ledger.discarded(set(message.discard)))
+        storing = Storing(message, deque())
+        self._storing[ledger.run] = storing
+        if self._problem:
+            self._note(storing, self._problem)
+            return actions
+        storing.waiting.extend(ledger.to_store(message.generation))
+        for entry in storing.waiting:
+            self._ledgers.lend(entry)
+        return actions + self._next(ledger.run)
+
+    def _next(self, run: str) -> list[Action]:
+        storing = self._storing[run]
+        while storing.waiting and run not in self._writing:
+            entry = storing.waiting.popleft()
+            if entry.lent:
+                self._writing[run] = entry
+                storing.copied_bytes = 0
+                return [Write(storing, entry)]
+            self._note(storing, TAKEN_BACK)
+        return []
+
+    def _end(self, write: Write) -> list[Action]:
+        run = write.entry.header.shard.run
+        del self._writing[run]
+        write.storing.copied_bytes = 0
+        return [*self._ledgers.unlend(write.entry), *self._next(run)]
+
+    def _note(self, storing: Storing, problem: str) -> None:
+        if len(storing.problems) < _PROBLEMS and problem not in storing.problems:
+            storing.problems.append(problem)

@@ -1,0 +1,375 @@
+"""What an agent decides: one event in, the actions that follow out. No I/O, no threads, no clock.
+
+A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
+order. In production that is driver.py, with sockets, threads and files; the simulator has another.
+
+    Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Begin,
+    Fence, Fetch, Guard, Store, Retain                                   requests (wire/)
+    Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
+
+A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
+prefetch.py, hold.py, fetch.py, guard.py, store.py, scrub.py; ledgers.py about files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecckpt.agent.core.actions import (
+    Action,
+    Allocate,
+    AskPeer,
+    Begun,
+    Behind,
+    Check,
+    Due,
+    Encode,
+    Event,
+    Failed,
+    Fetching,
+    Finished,
+    Gather,
+    Job,
+    MarkAssigned,
+    Noted,
+    Post,
+    Pull,
+    Record,
+    Recycle,
+    Refuse,
+    Remember,
+    Reply,
+    Request,
+    Scrubbing,
+    Taking,
+    Warn,
+    Write,
+)
+from ecckpt.agent.core.archive import Storekeeper
+from ecckpt.agent.core.fetch import Fetcher, slot_of
+from ecckpt.agent.core.health import Vigil
+from ecckpt.agent.core.hold import Holder
+from ecckpt.agent.core.protect import EARLY_BYTES, Protector
+from ecckpt.agent.core.repair import Guardian
+from ecckpt.agent.core.run_record import Entry, RunNotes
+from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.core.scrub import Scrubber
+from ecckpt.agent.core.sizing import steady_bytes
+from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, NotMapped, TmpfsFull
+from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import ShardId, check_name
+from ecckpt.protocol.messages.disk import Retain, Store
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.repair import Guard, Presence, Probe
+from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget
+from ecckpt.protocol.messages.save import (
+    Commit,
+    Held,
+    Hold,
+    Prefetch,
+    Progress,
+    Protect,
+    Reserve,
+    Stage,
+)
+
+_NO_ROOM = (MemoryBudgetTooSmall, TmpfsFull, NotMapped)
+
+
+class Core:
+    """One agent's decisions. Not thread-safe: whoever drives it takes one event after another.
+
+    Peers reach the agent at ``address``. ``budget_bytes`` is what a run may use on this node unless
+    it says otherwise. ``disk``: whether the node has one; ``disk_problem``: why it is of no use;
+    ``scrub_bytes_per_s``: how fast it is read all the time, 0 for not at all. Of fragments of at
+    least ``early_bytes`` holders are told before they are encoded.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        address: str,
+        budget_bytes: int,
+        disk: bool = False,
+        disk_problem: str = "",
+        scrub_bytes_per_s: float = 0.0,
+        early_bytes: int = EARLY_BYTES,
+    ) -> None:
+        self.ledgers = RunRecords(node, disk=disk)
+        self.storekeeper = Storekeeper(self.ledgers, problem=disk_problem)
+        self._node = node
+        self._budget_bytes = budget_bytes
+        self._protector = Protector(self.ledgers, address=address, early_bytes=early_bytes)
+        self._holder = Holder(self.ledgers)
+        self._fetcher = Fetcher(self.ledgers)
+        self.guardian = Guardian(self.ledgers, self._protector, budget_bytes=budget_bytes)
+        self._scrubber = Scrubber(self.ledgers, bytes_per_s=scrub_bytes_per_s)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What follows from an event at that time. Raises an ``EcckptError`` to refuse a request.
+
+        ``now_s`` is of any clock that never goes back.
+        """
+        match event:
+            case Finished(Check() as check, verdict):
+                actions = self._scrubber.checked(check, str(verdict), now_s)
+            case Failed(Check() as check):  # nothing is known of it
+                actions = self._scrubber.checked(check, "", now_s)
+            case Finished(action, result) if isinstance(action, Behind):
+                actions = self._done_on_disk(action, result)
+            case Finished(action, result):
+                actions = self._finished(action, result, now_s)
+            case Failed(action, error):
+                actions = self._failed(action, error, now_s)
+            case Due(task):
+                actions = self._due(task, now_s)
+            case Begun():
+                actions = [*self.guardian.resume(now_s), *self._scrubber.begin(now_s)]
+            case _:
+                actions = self._requested(event, now_s)
+        return [*actions, *self._holder.prefetcher.review(), *self.guardian.review(now_s)]
+
+    def _due(self, task: Job | Taking | Vigil | Scrubbing, now_s: float) -> list[Action]:
+        match task:
+            case Job():
+                return self._protector.due(task, now_s)
+            case Taking():
+                return self._holder.prefetcher.due(task)
+            case Scrubbing():
+                return self._scrubber.due(task, now_s)
+        return self.guardian.due(task, now_s)
+
+    def progress(self, shard: ShardId) -> Progress:
+        """How far a shard is."""
+        return self._protector.progress(shard)
+
+    def home(self, shard: ShardId) -> Entry:
+        """The sealed home copy of a shard."""
+        entry = self.ledgers.find(shard, HOME)
+        if entry.table is None:
+            raise InvalidMessage(f"{shard} is still being staged")
+        return entry
+
+    def presence(self, message: Probe) -> Presence:
+        """What is here of the shards that another node asks about, and what is about to be."""
+        ledger = self.ledgers.look(message.run)
+        return Presence(
+            node=self._node,
+            committed=ledger.committed,
+            held=tuple(tuple(ledger.held(shard)) for shard in message.shards),
+            coming=tuple(tuple(self._holder.coming(shard)) for shard in message.shards),
+        )
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _requested(self, request: Request, now_s: float) -> list[Action]:
+        match request:
+            case Reserve():
+                actions = self._reserve(request)
+            case Stage():
+                actions = self._stage(request)
+            case Protect():
+                actions = self._protector.start(request, now_s)
+            case Prefetch() | Hold():
+                actions = self._holder.start(request, now_s)
+            case Held():
+                actions = [Reply(Done()), *self._protector.held(request, now_s)]
+            case Commit():
+                actions = self._commit(request)
+            case Begin() | Forget() | Fence():
+                actions = self._fence(request)
+            case Fetch() | Assign():
+                actions = self._asked_to_restore(request)
+            case Guard() | Store() | Retain():
+                actions = self._asked_behind(request, now_s)
+        return actions
+
+    def _asked_behind(self, request: Guard | Store | Retain, now_s: float) -> list[Action]:
+        """What goes on behind the saves."""
+        if isinstance(request, Guard):
+            return self.guardian.start(request, now_s)
+        return self.storekeeper.asked(request)
+
+    def _reserve(self, message: Reserve) -> list[Action]:
+        header = message.header
+        run, rank = header.shard.run, header.shard.rank
+        if header.index != HOME:
+            raise InvalidMessage(f"a slot for index {header.index}: only home copies are staged")
+        budget_bytes = message.memory_bytes or self._budget_bytes
+        need_bytes = steady_bytes(header, local_ranks=message.local_ranks, holders=message.holders)
+        if need_bytes > budget_bytes:
+            raise MemoryBudgetTooSmall(
+                self._node,
+                need_bytes=need_bytes,
+                have_bytes=budget_bytes,
+                what=f"keeping shards of {header.shard_bytes:,} bytes for {message.local_ranks} "
+                f"local ranks with RS({header.k}, {header.m})",
+            )
+        return [
+            *self.ledgers.admit(run, header.shard.generation.timeline, header),
+            *self.ledgers.discard(run, rank, message.discard),
+            *self.ledgers.clear(run, rank),
+            Allocate(run, header.file_bytes, budget_bytes, f"a slot for rank {rank}", message),
+        ]
+
+    def _reserved(self, message: Reserve, region: Any) -> list[Action]:
+        header = message.header
+        try:
+            self.ledgers.of(header.shard.run).admit(header.shard.generation.timeline)
+        except Fenced as error:
+            return [Recycle(header.shard.run, region), Refuse(error)]
+        older = self.ledgers.reserve(header.shard.run, header.shard.rank, region)
+        return [*older, Reply(slot_of(header, region))]
+
+    def _stage(self, message: Stage) -> list[Action]:
+        header = message.header
+        run, timeline = header.shard.run, header.shard.generation.timeline
+        self.ledgers.look(run).check(timeline)
+        staged = self.ledgers.stage(header, message.region)
+        return [*staged, *self.ledgers.admit(run, timeline), Reply(Done())]
+
+    def _asked_to_restore(self, request: Fetch | Assign) -> list[Action]:
+        if isinstance(request, Fetch):
+            return self._fetcher.start(request)
+        home = self.home(request.shard)
+        home.region.assigned = True
+        return [MarkAssigned(home.region), Reply(slot_of(home.header, home.region))]
+
+    def _commit(self, message: Commit) -> list[Action]:
+        ledger = self.ledgers.of(message.run)
+        ledger.commit(message.generation)
+        return self.ledgers.note(ledger, message) or [
+            *self.ledgers.retire(ledger.outdated()),
+            Reply(Done()),
+        ]
+
+    def _fence(self, message: Begin | Forget | Fence) -> list[Action]:
+        ledger = self.ledgers.of(message.run)
+        if isinstance(message, Fence):
+            newer = ledger.admit(message.timeline)
+            ledger.learn(message.roll_backs)
+            if message.restored:
+                ledger.went_on_from(message.restored)
+        else:
+            check_name("session", message.session)
+            newer = ledger.begin(message.timeline, message.session)
+        forgotten: list[Action] = []
+        if isinstance(message, Forget):
+            forgotten = [
+                *self.storekeeper.stop(message.run),
+                *self._holder.prefetcher.clear(message.run),
+                *self.ledgers.forget(message.run),
+            ]
+        return [
+            *(self.ledgers.clear(message.run) if newer else ()),
+            *forgotten,
+            *(self.ledgers.note(ledger, message) or [self._reply(message)]),
+        ]
+
+    def _reply(self, request: Noted) -> Reply:
+        """The answer, once what it changed is written down."""
+        if isinstance(request, Begin):
+            return Reply(self.ledgers.look(request.run).inventory(self._node))
+        return Reply(Done())
+
+    # -- ends of actions --------------------------------------------------------------------------
+
+    def _finished(self, action: object, result: Any, now_s: float) -> list[Action]:
+        actions: list[Action] = []  # a message has arrived
+        match action:
+            case Remember(run, request):
+                actions = self._remembered(run, result)
+                return [*actions, self._reply(request)] if request else actions
+            case Allocate(task=task):
+                return self._allocated(task, result)
+            case Encode(job):
+                return self._protector.encoded(job, result, now_s)
+            case Pull(taking):
+                return self._holder.pulled(taking, result)
+            case Gather(fetching):
+                actions = self._fetcher.gathered(fetching, result)
+            case AskPeer():
+                actions = self.guardian.answered(action, result, now_s)
+        return actions
+
+    def _done_on_disk(self, action: Behind, result: Any) -> list[Action]:
+        match action:
+            case Write():
+                return self.storekeeper.written(action, result)
+            case Record(run):
+                return self.ledgers.recorded(run, result)
+        return []  # files are gone
+
+    def _remembered(self, run: str, notes: RunNotes) -> list[Action]:
+        ledger = self.ledgers.of(run)
+        ledger.noted = notes
+        return [
+            *self.ledgers.retire(ledger.outdated()),
+            *self.ledgers.record(ledger),
+            *self.ledgers.remove(run, ledger.superseded()),
+        ]
+
+    def _allocated(self, task: object, region: Any) -> list[Action]:
+        match task:
+            case Job():
+                return self._protector.allocated(task, region)
+            case Taking():
+                return self._holder.allocated(task, region)
+            case Fetching():
+                return self._fetcher.allocated(task, region)
+            case Reserve():
+                return self._reserved(task, region)
+        raise AssertionError(task)
+
+    def _failed(self, action: object, error: Exception, now_s: float) -> list[Action]:
+        actions: list[Action] = []  # a note is tried again with the next; an answer is not
+        match action:
+            case Allocate(again=False) if isinstance(error, _NO_ROOM):
+                actions = self._make_room(action, error, now_s)
+            case Allocate(task=Job() as job) | Encode(job):
+                actions = self._protector.failed(job, error, now_s)
+            case Allocate(task=Taking() as taking) | Pull(taking):
+                actions = self._holder.failed(taking, error)
+            case Allocate(task=Fetching() as fetching) | Gather(fetching):
+                actions = self._fetcher.failed(fetching, error)
+            case Allocate(task=Reserve() as request) | Remember(request=request):
+                actions = [Refuse(error)] if request else []
+            case Write():
+                actions = self.storekeeper.failed(action, error)
+            case AskPeer():
+                actions = self.guardian.missed(action, now_s)
+            case Record(run):
+                actions = self.ledgers.recorded(run, None)
+            case Post(message=Hold(header=header), job=Job() as job, node=node):
+                actions = self._protector.answer(job, header.index, node, str(error), now_s)
+        return actions
+
+    def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
+        """Drop what is least missed, where there is no other way.
+
+        First what nobody has asked to hold yet, then what only the disk still needs. Then what
+        older timelines have left (saves that failed before a restart would otherwise stay until a
+        commit that there is no room for), and slots that ranks of any run have reserved ahead: they
+        may have ended, and one that lives asks again.
+        """
+        run = action.run if isinstance(error, MemoryBudgetTooSmall) else None
+        early = self._holder.prefetcher.clear(run)
+        if early:
+            return [*early, action]
+        recalled = self.ledgers.recall(run, action.size_bytes)
+        if recalled:
+            return [*recalled, action]
+        again = Allocate(
+            action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
+        )
+        ledger = self.ledgers.of(action.run)
+        abandoned = ledger.abandoned() or ledger.leftover()
+        unused = self.ledgers.unused()
+        if not abandoned and not unused:
+            return self._failed(again, error, now_s)
+        text = (
+            f"run {action.run}: dropped {len(abandoned)} files of older timelines and "
+            f"{len(unused)} slots that were reserved"
+        )
+        return [*unused, *self.ledgers.retire(abandoned), Warn(text), again]

@@ -1,0 +1,292 @@
+"""From a staged slot to a protected shard: encode once, seal the home copy, have peers hold it.
+
+Data fragments are ranges of the slot and parity lies in a region of its own, so holders pull
+everything from files; nothing is sent to anybody who did not ask for it.
+
+    start -> (parity allocated) -> (encoded) seal, ask holders -> answers, deadline -> end
+
+While it encodes, holders of large data fragments may pull them already (prefetch.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ecckpt.agent.core.actions import (
+    Action,
+    Allocate,
+    Announce,
+    Encode,
+    Job,
+    Post,
+    Recycle,
+    Reply,
+    Seal,
+    Wake,
+    Warn,
+)
+from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.core.sizing import parity_region_bytes
+from ecckpt.errors import CorruptFragment
+from ecckpt.format.fragment_file import HOME, Header, pack_table
+from ecckpt.format.ids import ShardId
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.save import Held, Hold, Prefetch, Progress, Protect
+
+if TYPE_CHECKING:
+    from ecckpt.agent.storage.regions import Region
+
+# Once enough fragments are safe, slower holders get a few times what the others took.
+_GRACE_LEAST_S = 1.0
+_GRACE_FACTOR = 3.0
+_KEPT_JOBS = 256
+# Encoding less takes no longer than telling holders of it (docs/decisions/0111).
+EARLY_BYTES = 32 << 20
+
+
+class Protector:
+    """The protection jobs of this node's ranks: one for each shard, and the last ones that ended.
+
+    ``address`` is where peers pull from and answer to. Data fragments of ``early_bytes`` or more
+    may be pulled before they are encoded.
+    """
+
+    def __init__(self, ledgers: RunRecords, *, address: str, early_bytes: int) -> None:
+        self._ledgers = ledgers
+        self._address = address
+        self._early_bytes = early_bytes
+        self._jobs: dict[ShardId, Job] = {}
+        self._repair: Job | None = None  # of a shard that has, or had, a job of its own
+
+    def start(self, message: Protect, now_s: float) -> list[Action]:
+        """Begin (or begin again, for the fragments it names). A repair gives way."""
+        self._ledgers.look(message.shard.run).check(message.writer)
+        home = self._ledgers.find(message.shard, HOME)
+        actions = self._ledgers.admit(message.shard.run, message.writer)
+        if (older := self._jobs.get(message.shard)) and not older.ended:
+            actions += self._stop(older, "begun again", now_s)
+        actions += self.stop_repair(now_s)
+        ended = [shard for shard, job in self._jobs.items() if job.ended]
+        for shard in ended[: max(0, len(self._jobs) - _KEPT_JOBS)]:
+            del self._jobs[shard]
+        job = Job(message, home, now_s, now_s + message.timeout_s)
+        self._jobs[message.shard] = job
+        home.pins += 1
+        return [*actions, Reply(Done()), *self._prepare(job, home, now_s)]
+
+    def repair(self, message: Protect, now_s: float) -> tuple[Job, list[Action]]:
+        """Begin to make fragments of a sealed home copy again: one shard at a time.
+
+        Only while nothing else is under way (``busy``), and nothing is dropped for it.
+        """
+        home = self._ledgers.find(message.shard, HOME)
+        assert home.table is not None
+        assert not self.busy
+        job = Job(message, home, now_s, now_s + message.timeout_s, repair=True)
+        self._repair = job
+        home.pins += 1
+        return job, self._prepare(job, home, now_s)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save, or a repair, is under way here."""
+        jobs = [*self._jobs.values(), *([self._repair] if self._repair else [])]
+        return any(not job.ended for job in jobs)
+
+    def stop_repair(self, now_s: float) -> list[Action]:
+        """Something else goes first."""
+        if self._repair is None or self._repair.ended:
+            return []
+        return self._stop(self._repair, "a save goes first", now_s)
+
+    def ended_s(self, shard: ShardId) -> float:
+        """When the last job of a shard ended: what its holders said before may be out of date."""
+        jobs = [self._jobs.get(shard), self._repair]
+        return max(
+            (
+                job.started_s + job.protected_s
+                for job in jobs
+                if job is not None and job.message.shard == shard
+            ),
+            default=-math.inf,
+        )
+
+    def progress(self, shard: ShardId) -> Progress:
+        """How far a shard is."""
+        job = self._jobs.get(shard)
+        if job is None:
+            home = self._ledgers.look(shard.run).find(shard, HOME)
+            # One that is sealed without a job is what an agent that was killed has left.
+            state = "unknown" if home is None or home.table is not None else "staging"
+            return Progress(state, 0, (), 0.0, 0.0)
+        problems = tuple(job.problems)
+        return Progress(job.state, len(job.held), problems, job.encode_s, job.protected_s)
+
+    def allocated(self, job: Job, region: Region) -> list[Action]:
+        """There is room for the parity."""
+        job.parity = region
+        return self._let_go(job) if job.ended else self._encode(job)
+
+    def encoded(self, job: Job, table: np.ndarray, now_s: float) -> list[Action]:
+        """Parity and checksums are there."""
+        if job.ended:
+            return self._let_go(job)
+        job.encode_s = now_s - job.started_s
+        home = job.home
+        assert home is not None
+        if home.table is not None and not np.array_equal(home.table, table):
+            shard = home.header.shard
+            problem = f"home copy of {shard} no longer matches its checksums"
+            return self.failed(job, CorruptFragment(problem), now_s)
+        sealed: list[Action] = []
+        if home.table is None:
+            home.table, home.early = table, False
+            sealed = [Seal(home)]
+        home.parity = job.parity
+        return sealed + self._scatter(job, home.header, table, now_s)
+
+    def failed(self, job: Job, error: Exception, now_s: float) -> list[Action]:
+        """There is no room for the parity, or it could not be made."""
+        if job.ended:
+            return self._let_go(job)
+        job.problems.append(str(error))
+        return self._end(job, now_s, failed=True)
+
+    def held(self, message: Held, now_s: float) -> list[Action]:
+        """A holder's answer."""
+        actions: list[Action] = []
+        for job in (self._jobs.get(message.shard), self._repair):
+            if job is not None and job.message.shard == message.shard:
+                actions += self.answer(job, message.index, message.node, message.problem, now_s)
+        return actions
+
+    def answer(self, job: Job, index: int, node: str, problem: str, now_s: float) -> list[Action]:
+        """A fragment is held, or will not be; ignored if nobody waits for it."""
+        if index not in job.waiting:
+            return []
+        job.waiting.discard(index)
+        if problem:
+            job.problems.append(f"fragment {index} at {node}: {problem}")
+        else:
+            job.held.add(index)
+        if not job.waiting:
+            return self._end(job, now_s)
+        if len(job.held) >= job.message.min_fragments > 0:
+            grace_s = max(_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
+            if now_s + grace_s < job.deadline_s:
+                job.deadline_s = now_s + grace_s
+                return [Wake(job.deadline_s, job)]
+        return []
+
+    def due(self, job: Job, now_s: float) -> list[Action]:
+        """Time has passed; whoever has not answered by the deadline has not answered."""
+        if job.ended or now_s < job.deadline_s:
+            return []
+        job.problems.extend(f"fragment {index}: no answer" for index in sorted(job.waiting))
+        job.waiting.clear()
+        return self._end(job, now_s)
+
+    def _prepare(self, job: Job, home: Entry, now_s: float) -> list[Action]:
+        header, targets = home.header, job.message.targets
+        if home.table is not None and all(target.index < header.k for target in targets):
+            return self._scatter(job, header, home.table, now_s)
+        if not header.m:
+            return self._encode(job)
+        what = f"the parity of {header.shard}"
+        size_bytes, budget_bytes = parity_region_bytes(header), job.message.memory_bytes
+        return [Allocate(header.shard.run, size_bytes, budget_bytes, what, job, again=job.repair)]
+
+    def _encode(self, job: Job) -> list[Action]:
+        """Encode, and tell holders of data fragments that they will be asked.
+
+        Not those on the same host: they would only take from the encoding what it takes from them.
+        """
+        home, message = job.home, job.message
+        assert home is not None
+        header = home.header
+        if home.table is not None or header.fragment_bytes < self._early_bytes:
+            return [Encode(job)]
+        home.early = True
+        prefetches = [
+            Announce(
+                target.address,
+                Prefetch(
+                    header=header.at(target.index),
+                    writer=message.writer,
+                    source=self._address,
+                    timeout_s=message.timeout_s,
+                    discard=message.discard,
+                ),
+                job,
+            )
+            for target in message.targets
+            if target.index < header.k and _host(target.address) != _host(self._address)
+        ]
+        return [Encode(job), *prefetches]
+
+    def _scatter(self, job: Job, header: Header, table: np.ndarray, now_s: float) -> list[Action]:
+        message = job.message
+        job.state = "scattering"
+        job.waiting = {target.index for target in message.targets}
+        if not job.waiting:
+            return self._end(job, now_s)
+        packed = pack_table(table)
+        posts = [
+            Post(
+                target.address,
+                Hold(
+                    header=header.at(target.index),
+                    writer=message.writer,
+                    table=packed,
+                    source=self._address,
+                    memory_bytes=message.memory_bytes,
+                    timeout_s=message.timeout_s,
+                    discard=message.discard,
+                    repair=job.repair,
+                ),
+                job,
+                target.node,
+            )
+            for target in message.targets
+        ]
+        return [Wake(job.deadline_s, job), *posts]
+
+    def _end(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
+        least = job.message.min_fragments
+        job.protected_s = now_s - job.started_s
+        if not failed and len(job.held) < least:
+            job.problems.append(f"{len(job.held)} fragments held, at least {least} needed")
+            failed = True
+        job.state = "failed" if failed else "protected"
+        problem = "; ".join(job.problems[:4])
+        what = "repairing" if job.repair else "protecting"
+        warning = [Warn(f"{what} {job.message.shard} failed: {problem}")] if failed else []
+        return warning + self._let_go(job)
+
+    def _stop(self, job: Job, why: str, now_s: float) -> list[Action]:
+        """End a job early. What is still encoded for it goes when that is done."""
+        job.problems.append(why)
+        job.protected_s = now_s - job.started_s
+        if job.state == "encoding":
+            job.state = "failed"
+            return []
+        job.waiting.clear()
+        return self._end(job, now_s, failed=True)
+
+    def _let_go(self, job: Job) -> list[Action]:
+        home, parity = job.home, job.parity
+        assert home is not None
+        if home.parity is parity:
+            home.parity = None
+        home.early = False
+        job.home = job.parity = None
+        spare = [] if parity is None else [Recycle(home.header.shard.run, parity)]
+        return spare + self._ledgers.unpin(home)
+
+
+def _host(address: str) -> str:
+    return address.rsplit(":", 1)[0]

@@ -1,0 +1,1 @@
+"""The daemon that performs what the core decides: files, network, HTTP, threads."""

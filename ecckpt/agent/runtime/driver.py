@@ -1,0 +1,344 @@
+"""Drives the core: takes events from many threads, performs what it decides.
+
+Decisions are made one at a time, under a lock, together with those actions that are settled at
+once. What takes time is done outside of it: what a request's answer waits for by the thread that
+asks, the rest by small pools. Threads of the pools serve nobody, so agents that pull from each
+other cannot use up the threads that answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ecckpt.agent.core.actions import (
+    Allocate,
+    Announce,
+    Answer,
+    AskPeer,
+    Begun,
+    Behind,
+    Borrow,
+    Check,
+    Discard,
+    Due,
+    Encode,
+    Event,
+    Failed,
+    Fetching,
+    Finished,
+    Gather,
+    Job,
+    Large,
+    MarkAssigned,
+    Post,
+    Pull,
+    Record,
+    Recycle,
+    Refuse,
+    Release,
+    Remember,
+    Remove,
+    Reply,
+    Request,
+    Seal,
+    Small,
+    Taking,
+    Wake,
+    Warn,
+    Write,
+)
+from ecckpt.agent.core.core import Core
+from ecckpt.agent.core.hold import PULLS
+from ecckpt.agent.core.prefetch import PREFETCHES
+from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, calm
+from ecckpt.agent.runtime.network import PeerNetwork
+from ecckpt.agent.runtime.rate_limit import pace_of
+from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.shard_bytes import encode_home, seal
+from ecckpt.agent.runtime.verify import verdict_on
+from ecckpt.errors import EcckptError, NotHeld
+from ecckpt.format.ids import ShardId
+from ecckpt.protocol.messages.save import Reserve
+from ecckpt.protocol.tracing import Tracer
+
+if TYPE_CHECKING:
+    from ecckpt.agent.core.run_record import Entry
+    from ecckpt.agent.storage.disk import DiskFile
+    from ecckpt.format.ids import ShardId
+
+_log = logging.getLogger(__name__)
+
+_THREADS: dict[type, int] = {
+    Remember: 1,
+    Allocate: 4,
+    Encode: 2,
+    Pull: PULLS + PREFETCHES,
+    Post: 16,
+    Announce: 4,
+    AskPeer: 8,
+}
+
+
+class Driver:
+    """Thread-safe. ``changed`` guards the core and wakes who waits for news."""
+
+    def __init__(
+        self,
+        core: Core,
+        shelf: Shelf,
+        network: PeerNetwork,
+        tracer: Tracer,
+        disk: Disk | None = None,
+    ) -> None:
+        self.core = core
+        self._tracer = tracer
+        self._disk = disk
+        self.changed = threading.Condition()
+        self._shelf = shelf
+        self._network = network
+        self._alarm = _Alarm(self._begin)
+        self._pools = {
+            kind: ThreadPoolExecutor(threads, thread_name_prefix=kind.__name__.lower())
+            for kind, threads in _THREADS.items()
+        }
+        behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=calm)
+        self._pools |= {Write: behind, Remove: behind, Record: behind}
+        self._pools[Check] = ThreadPoolExecutor(1, thread_name_prefix="check", initializer=calm)
+        for pool in {id(pool): pool for pool in self._pools.values()}.values():
+            pool.submit(bool)  # one thread of each is there from the start
+
+    def adopt(self, *, patience_s: float) -> None:
+        """Enter what is on disk; what takes longer than ``patience_s`` is entered when it is read.
+
+        Until then it is named in ``rejected``: nobody takes its absence for proof.
+        """
+        if self._disk is None:
+            return
+        with self.changed:
+            self.core.ledgers.await_disk()
+        reading = self._pools[Write].submit(self._disk.adopt)
+        reading.add_done_callback(self._adopted)
+        wait([reading], patience_s)
+
+    def _adopted(self, reading: Future[DiskInventory]) -> None:
+        with self.changed:
+            ledgers = self.core.ledgers
+            try:
+                ledgers.adopt_disk(reading.result())
+            except Exception as error:
+                ledgers.lose_disk(str(error))
+                _log.exception("the disk cannot be read")
+
+    @property
+    def reading(self) -> bool:
+        """Whether what is on disk is still being read."""
+        return self.core.ledgers.awaits_disk
+
+    def begin(self) -> None:
+        """Take up what needs no request."""
+        self._begin(Begun())
+
+    def note_damage(self, file: DiskFile, why: str) -> bool:
+        """A file on disk was found bad; whether that is news."""
+        with self.changed:
+            return self.core.ledgers.note_damage(file, why)
+
+    @contextmanager
+    def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
+        """A sealed entry in memory, kept there meanwhile; ``NotHeld`` if there is none."""
+        with self.changed:
+            entry = self.core.ledgers.find(shard, index)
+            if entry.table is None:
+                raise NotHeld(f"{shard} is still being staged")
+            entry.pins += 1
+        try:
+            yield entry
+        finally:
+            with self.changed:
+                for action in self.core.ledgers.unpin(entry):
+                    assert isinstance(action, Small)
+                    self._settle(action)
+
+    def ask(self, request: Request) -> object:
+        """The answer to a request; raises what refuses it."""
+        answer: Answer | None = None
+        todo = deque(self._decide(request))
+        while todo:
+            action = todo.popleft()
+            if isinstance(action, Reply | Refuse):
+                answer = action
+            elif answer is None and not isinstance(action, Behind):
+                todo.extend(self._decide(self._perform(action)))
+            else:
+                self._submit(action)
+        if isinstance(answer, Refuse):
+            raise answer.error
+        assert isinstance(answer, Reply), request
+        return answer.message
+
+    def _begin(self, event: Event) -> None:
+        """Decide about an event that nobody waits for."""
+        for action in self._decide(event):
+            assert not isinstance(action, Reply | Refuse)
+            self._submit(action)
+
+    def _submit(self, action: Large) -> None:
+        try:
+            self._pools[type(action)].submit(self._work, action)
+        except RuntimeError as error:  # no memory for one more thread: one that is there does it
+            _log.warning("%s waits: %s", type(action).__name__.lower(), error)
+
+    def _work(self, action: Large) -> None:
+        try:
+            self._begin(self._perform(action))
+        except Exception:
+            _log.exception("after %s", type(action).__name__)
+
+    def _decide(self, event: Event) -> list[Large | Answer]:
+        with self.changed:
+            actions = self.core.handle(event, time.monotonic())
+            large = [action for action in actions if not isinstance(action, Small)]
+            for action in actions:
+                if isinstance(action, Small):
+                    self._settle(action)
+            self.changed.notify_all()
+        return large
+
+    def _settle(self, action: Small) -> None:
+        match action:
+            case Seal(entry):
+                seal(entry)
+            case Recycle() | Discard():
+                self._shelf.let_go(action)
+            case MarkAssigned(region):
+                self._shelf.tier.assign(region)
+            case Release(run):
+                self._shelf.tier.release(run)
+            case Borrow():
+                self._shelf.borrow(action)
+            case Wake(at_s, task):
+                self._alarm.set(at_s, Due(task))
+            case Warn(text):
+                _log.warning("%s", text)
+
+    def _perform(self, action: Large) -> Event:
+        try:
+            if isinstance(action, Behind):
+                return Finished(action, self._result_on_disk(action))
+            return Finished(action, self._result(action))
+        except (EcckptError, OSError) as error:
+            if not _is_expected(action):
+                _log.warning("%s failed: %s", type(action).__name__.lower(), error)
+            return Failed(action, error)
+        except Exception as error:
+            _log.exception("%s failed", type(action).__name__.lower())
+            node = self.core.ledgers.node
+            text = f"unexpected {type(error).__name__}, see the log of {node}"
+            return Failed(action, EcckptError(text))
+
+    def _result(self, action: Large) -> object:
+        result: object = None
+        match action:
+            case Remember(run):
+                with self.changed:  # the newest notes, whoever comes last
+                    return self._shelf.remember(run, self.core.ledgers.of(run).notes)
+            case Allocate(task=task):
+                with self._tracer.span("allocate", _shard_of(task)):
+                    return self._shelf.allocate(action)
+            case Encode(job):
+                assert job.home is not None
+                header = job.home.header
+                with self._tracer.span("encode", header.shard):
+                    return encode_home(header, job.home.region, job.parity)
+            case Pull(taking):
+                return self._network.pull(taking)
+            case Gather(fetching):
+                result = self._network.gather(fetching)
+            case Post():
+                self._network.post(action)
+            case Announce():
+                self._network.announce(action)
+            case AskPeer():
+                result = self._network.ask(action)
+            case Check(file=file, bytes_per_s=bytes_per_s):
+                result = verdict_on(file, pace_of(bytes_per_s))
+        return result
+
+    def _result_on_disk(self, action: Behind) -> object:
+        assert self._disk is not None
+        match action:
+            case Write():
+                header = action.entry.header
+                with self._tracer.span("write", header.shard, header.index):
+                    return self._disk.write(action)
+            case Remove():
+                self._disk.remove(action)
+            case Record(run):
+                with self.changed:  # only to look: nobody waits for the disk
+                    notes = self.core.ledgers.of(run).noted.lasting
+                return self._disk.record(run, notes)
+        return None
+
+
+def _is_expected(action: Large) -> bool:
+    """Whether nobody need hear of it if that fails, or the core has its own words for it."""
+    early = isinstance(action, Pull) and action.taking.early
+    return early or isinstance(action, Allocate | Announce | AskPeer | Write)
+
+
+def _shard_of(task: Reserve | Job | Taking | Fetching) -> ShardId:
+    if isinstance(task, Reserve):
+        return task.header.shard
+    return task.message.shard if isinstance(task, Job) else task.message.header.shard
+
+
+class _Alarm:
+    """One thread that tells events when their time has come; started with the first of them.
+
+    Where there is no memory for it, the next event tries again: what is pending is told late.
+    """
+
+    def __init__(self, tell: Callable[[Event], None]) -> None:
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._order = itertools.count()
+        self._pending: list[tuple[float, int, Due]] = []
+        self._thread: threading.Thread | None = None
+
+    def set(self, at_s: float, event: Due) -> None:
+        with self._changed:
+            heapq.heappush(self._pending, (at_s, next(self._order), event))
+            self._changed.notify()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="alarm", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    _log.warning("no alarm yet: %s", error)
+                else:
+                    self._thread = thread
+
+    def _run(self) -> None:
+        while True:
+            event = self._await()
+            try:
+                self._tell(event)
+            except Exception:
+                _log.exception("after an alarm")
+
+    def _await(self) -> Due:
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                if self._pending and self._pending[0][0] <= now_s:
+                    return heapq.heappop(self._pending)[2]
+                self._changed.wait(self._pending[0][0] - now_s if self._pending else None)

@@ -1,0 +1,115 @@
+"""Files of this node: regions, and what is written down of each run; found again after a kill.
+
+Does what the core decides. The only user of a tier.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ecckpt.agent.core.actions import Allocate, Borrow, Discard, Recycle
+from ecckpt.agent.core.run_record import Entry, RunNotes
+from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
+from ecckpt.agent.storage.regions import MemoryTier, Region
+from ecckpt.errors import CorruptFragment, InvalidMessage
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, parse_superblock, parse_table
+
+_log = logging.getLogger(__name__)
+
+_STATE_LIMIT_BYTES = 1 << 20  # roll-backs, and all generations that stay on disk
+
+
+class Shelf:
+    """The files under ``root``. Notes of a run are written by one thread at a time."""
+
+    def __init__(self, root: Path, *, node: str) -> None:
+        self.tier = MemoryTier(root, node=node)
+        self._states = root / "runs"
+        self._states.mkdir(mode=0o700, exist_ok=True)
+
+    def allocate(self, action: Allocate) -> Region:
+        """A region whose superblock is void; raises as the tier does."""
+        budget_bytes = action.budget_bytes or self.tier.default_budget_bytes()
+        return self.tier.allocate(
+            action.run, action.size_bytes, budget_bytes=budget_bytes, what=action.what
+        )
+
+    def borrow(self, action: Borrow) -> None:
+        """A region for a task if one is spare, as ``allocate`` gives it."""
+        header = action.taking.message.header
+        action.taking.region = self.tier.take_spare(header.shard.run, header.file_bytes)
+
+    def let_go(self, action: Recycle | Discard) -> None:
+        """Keep a region for the next taker, or give it back."""
+        if isinstance(action, Recycle):
+            self.tier.recycle(action.run, action.region)
+        else:
+            self.tier.discard(action.run, action.region)
+
+    def remember(self, run: str, notes: RunNotes) -> RunNotes:
+        """Write down what must outlive the process; returns it. ``OSError`` if that failed."""
+        path = self._states / f"{run}.state"
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(pack_notes(notes))
+        draft.replace(path)
+        return notes
+
+    # -- what an earlier process left -------------------------------------------------------------
+
+    def adopt(self, ledgers: RunRecords) -> None:
+        """Enter what is found here into the ledgers.
+
+        What cannot be adopted is left where it is and named in ``rejected``, never deleted, never
+        fatal. Only notes that the system does not let us read now are an ``OSError``: without the
+        fence that is on file older writers would be let in, and the file would be written anew.
+        """
+
+        def guarded(
+            path: Path,
+            adopt: Callable[[Path, RunRecords], None],
+            fatal: tuple[type[Exception], ...],
+        ) -> None:
+            try:
+                if not path.is_file():
+                    raise InvalidMessage(f"{path.name} is no regular file")
+                adopt(path, ledgers)
+            except fatal:
+                raise
+            except Exception as error:
+                ledgers.rejected[path.name] = str(error)
+                _log.warning("not adopted: %s: %s", path, error)
+
+        for path in sorted(self._states.glob("*.state")):
+            guarded(path, self._adopt_state, (OSError,))
+        for path in self.tier.found():
+            guarded(path, self._adopt_region, ())
+
+    def _adopt_state(self, path: Path, ledgers: RunRecords) -> None:
+        with path.open("rb") as file:
+            notes = unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
+        ledger = ledgers.of(path.stem)
+        ledger.believe(notes)
+        ledger.noted = notes
+
+    def _adopt_region(self, path: Path, ledgers: RunRecords) -> None:
+        with path.open("rb") as file:
+            superblock = file.read(SUPERBLOCK_BYTES)
+            header = parse_superblock(superblock, path.name)
+            if header is None and not any(superblock):
+                # Spare, or never finished: and then its writer may still have it mapped.
+                path.unlink()
+                return
+            if header is None:
+                raise CorruptFragment(f"{path.name}: begins like no file of ours")
+            if path.stat().st_size < header.file_bytes:  # before believing its numbers
+                raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
+            file.seek(header.trailer_offset)
+            table = parse_table(file.read(header.trailer_bytes), header, path.name)
+        run = header.shard.run
+        ledgers.of(run)  # before anything is counted for a run that cannot be
+        for action in ledgers.adopt(Entry(header, self.tier.adopt(run, path), table)):
+            assert isinstance(action, Recycle | Discard)
+            self.let_go(action)

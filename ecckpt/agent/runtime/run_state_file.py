@@ -1,0 +1,61 @@
+"""The bytes of what an agent writes down of a run: a CRC32C, then a msgpack map. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from ecckpt.agent.core.run_record import RunNotes
+from ecckpt.coding.crc32c import crc32c
+from ecckpt.errors import CorruptFragment, InvalidMessage
+from ecckpt.format.ids import Generation
+from ecckpt.policy.rollbacks import RollBack, in_force
+from ecckpt.protocol.encoding import pack_message, unpack_message
+from ecckpt.protocol.messages.repair import Guard
+
+
+def pack_notes(notes: RunNotes) -> bytes:
+    """The notes of a run as bytes."""
+    fields = {
+        "fence": notes.fence,
+        "committed": str(notes.committed or ""),
+        "restored": str(notes.restored or ""),
+        "roll_backs": [[each.timeline, str(each.target)] for each in notes.roll_backs],
+        "stored": [str(each) for each in notes.stored],
+        "guard": pack_message(notes.guard) if notes.guard else b"",
+        "restored_by": notes.restored_by,
+        "session": notes.session,
+    }
+    body: bytes = msgpack.packb(fields)
+    return crc32c(body).to_bytes(4, "little") + body
+
+
+def unpack_notes(raw: bytes, where: str) -> RunNotes:
+    """The notes in those bytes; ``CorruptFragment`` or ``InvalidMessage`` if there are none."""
+    if int.from_bytes(raw[:4], "little") != crc32c(raw[4:]):
+        raise CorruptFragment(f"{where}: run state fails its CRC32C")
+    try:
+        fields: dict[str, Any] = msgpack.unpackb(raw[4:])
+        restored_by = fields.get("restored_by", fields["fence"])
+        session = fields.get("session", "")
+        if type(fields["fence"]) is not int or type(restored_by) is not int:
+            raise InvalidMessage(f"{where}: no fence in it, or a timeline that is no number")
+        if type(session) is not str:
+            raise InvalidMessage(f"{where}: a session that is no text")
+        roll_backs = (
+            RollBack(int(timeline), Generation.parse(target))
+            for timeline, target in fields.get("roll_backs", ())
+        )
+        return RunNotes(
+            fields["fence"],
+            Generation.parse(fields["committed"]) if fields["committed"] else None,
+            Generation.parse(fields["restored"]) if fields["restored"] else None,
+            in_force(roll_backs),
+            tuple(Generation.parse(each) for each in fields.get("stored", ())),
+            unpack_message(Guard, fields["guard"]) if fields.get("guard") else None,
+            restored_by,
+            session,
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise InvalidMessage(f"{where}: no run state: {error}") from error

@@ -1,0 +1,354 @@
+"""One node's agent, without the server around it: a method per request."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from ecckpt.agent.core.core import Core
+from ecckpt.agent.core.fetch import slot_of
+from ecckpt.agent.core.repair import Watched
+from ecckpt.agent.runtime.disk_store import Disk
+from ecckpt.agent.runtime.driver import Driver
+from ecckpt.agent.runtime.network import PeerNetwork
+from ecckpt.agent.runtime.rate_limit import pace_of
+from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.verify import Blocks, check_entry, check_file
+from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
+from ecckpt.format.fragment_file import FORMAT_VERSION, HOME
+from ecckpt.format.ids import ShardId
+from ecckpt.policy.survival import UNREADABLE_DISK, Inventory
+from ecckpt.protocol.encoding import PROTOCOL_VERSION
+from ecckpt.protocol.http import Pace
+from ecckpt.protocol.messages.disk import Block, Retain, Store, Stored, Verified, Verify
+from ecckpt.protocol.messages.node import Done, NodeInfo
+from ecckpt.protocol.messages.repair import Guard, Presence, Probe, Repair
+from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Fetched, Forget
+from ecckpt.protocol.messages.save import (
+    Commit,
+    Held,
+    Hold,
+    Prefetch,
+    Progress,
+    Protect,
+    Reserve,
+    Slot,
+    Stage,
+    Watch,
+)
+from ecckpt.protocol.messages.trace import Spans, Trace
+from ecckpt.protocol.tracing import Tracer
+
+_WAIT_LIMIT_S = 30.0
+_VERIFYING = 4  # each keeps a server thread
+_LEAST_BYTES_PER_S = 1 << 20
+_PATIENCE_S = 5.0  # for reading what is on disk, at a start
+
+
+class AgentService:
+    """Owns the checkpoint memory under ``root``, and the folder ``disk``; adopts what is there.
+
+    Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
+    ``disk_problem`` says why the disk that it should have cannot be used. What is on disk is read
+    again and again at ``scrub_bytes_per_s``, unless that is 0; fragments to hold are pulled no
+    faster than ``pull_bytes_per_s``, unless that is 0.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        node: str,
+        domain: str,
+        address: str,
+        token: str,
+        disk: Path | None = None,
+        disk_problem: str = "",
+        scrub_bytes_per_s: float = 0.0,
+        pull_bytes_per_s: float = 0.0,
+    ) -> None:
+        self.shelf = Shelf(root, node=node)
+        self._disk = Disk(disk, node=node) if disk and not disk_problem else None
+        self._disk_folder = str(disk or "")
+        self.core = Core(
+            node=node,
+            address=address,
+            budget_bytes=self.shelf.tier.default_budget_bytes(),
+            disk=disk is not None,
+            disk_problem=disk_problem,
+            scrub_bytes_per_s=scrub_bytes_per_s if self._disk else 0.0,
+        )
+        self.shelf.adopt(self.core.ledgers)
+        if disk_problem:
+            self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
+        self._tracer, self._ranks_tracer = Tracer(), Tracer()
+        network = PeerNetwork(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
+        self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
+        self._driver.adopt(patience_s=_PATIENCE_S)
+        self._driver.begin()
+        self._verifying = threading.BoundedSemaphore(_VERIFYING)
+        self._changed = self._driver.changed
+        self.info = NodeInfo(
+            node=node,
+            instance=_instance(root, node),
+            domain=domain,
+            address=address,
+            root=str(root),
+            protocol_version=PROTOCOL_VERSION,
+            format_version=FORMAT_VERSION,
+            pid=os.getpid(),
+        )
+
+    # -- requests that the core decides -----------------------------------------------------------
+
+    def reserve(self, message: Reserve) -> Slot:
+        """A slot for the next shard of a rank on this node."""
+        return cast(Slot, self._driver.ask(message))
+
+    def stage(self, message: Stage) -> Done:
+        """Say what has been put into a reserved slot."""
+        return cast(Done, self._driver.ask(message))
+
+    def protect(self, message: Protect) -> Done:
+        """Start protecting; ``watch`` tells how it goes."""
+        return cast(Done, self._driver.ask(message))
+
+    def prefetch(self, message: Prefetch) -> Done:
+        """Perhaps pull what this node will be asked to hold."""
+        return cast(Done, self._driver.ask(message))
+
+    def hold(self, message: Hold) -> Done:
+        """Start pulling a fragment; ``held`` goes to its home when that is done."""
+        return cast(Done, self._driver.ask(message))
+
+    def held(self, message: Held) -> Done:
+        """A holder's answer to this home."""
+        return cast(Done, self._driver.ask(message))
+
+    def commit(self, message: Commit) -> Done:
+        """Let older generations go."""
+        return cast(Done, self._driver.ask(message))
+
+    def begin(self, message: Begin) -> Inventory:
+        """Begin a timeline, and show what is here."""
+        return cast(Inventory, self._driver.ask(message))
+
+    def forget(self, message: Forget) -> Done:
+        """Drop all that is here of a run."""
+        if self._driver.reading:
+            raise RequestRefused(self.info.node, 503, "what is on disk is still being read")
+        return cast(Done, self._driver.ask(message))
+
+    def fence(self, message: Fence) -> Done:
+        """Refuse older timelines."""
+        return cast(Done, self._driver.ask(message))
+
+    def fetch(self, message: Fetch) -> Fetched:
+        """Bring a shard here."""
+        return cast(Fetched, self._driver.ask(message))
+
+    def assign(self, message: Assign) -> Slot:
+        """The sealed home copy of a shard, for good."""
+        return cast(Slot, self._driver.ask(message))
+
+    def guard(self, message: Guard) -> Done:
+        """Watch over the home copies here from now on."""
+        return cast(Done, self._driver.ask(message))
+
+    def repair(self, message: Repair) -> Done:
+        """Bring the shard here, if it is not, and have what is missing held; that goes on."""
+        header, run = message.header, message.header.shard.run
+        with self._changed:
+            home = self.core.ledgers.look(run).find(header.shard, HOME)
+        if home is None or home.table is None:
+            self.fetch(
+                Fetch(
+                    header,
+                    message.writer,
+                    message.sources,
+                    message.memory_bytes,
+                    message.timeout_s,
+                )
+            )
+        if not message.targets:
+            return Done()
+        return self.protect(
+            Protect(
+                shard=header.shard,
+                writer=message.writer,
+                targets=message.targets,
+                min_fragments=0,
+                memory_bytes=message.memory_bytes,
+                timeout_s=message.timeout_s,
+                discard=(),
+            )
+        )
+
+    def store(self, message: Store) -> Stored:
+        """Write a generation to disk, behind all else, or tell how far that is."""
+        return cast(Stored, self._driver.ask(message))
+
+    def retain(self, message: Retain) -> Done:
+        """Let older generations go from disk."""
+        return cast(Done, self._driver.ask(message))
+
+    # -- requests that only look ------------------------------------------------------------------
+
+    def watch(self, message: Watch) -> Progress:
+        """How far a shard is; waits for news up to ``wait_s`` (at most 30 s)."""
+        deadline_s = time.monotonic() + min(message.wait_s, _WAIT_LIMIT_S)
+        with self._changed:
+            while True:
+                now = self.core.progress(message.shard)
+                left_s = deadline_s - time.monotonic()
+                if now.state != message.known_state or left_s <= 0:
+                    return now
+                self._changed.wait(left_s)
+
+    def probe(self, message: Probe) -> Presence:
+        """What is here of these shards."""
+        with self._changed:
+            return self.core.presence(message)
+
+    def verify(self, message: Verify) -> Verified:
+        """Check every block of a file, here."""
+        if not self._verifying.acquire(blocking=False):
+            raise RequestRefused(self.info.node, 503, f"{_VERIFYING} files are being verified")
+        try:
+            rate = message.bytes_per_s and max(message.bytes_per_s, _LEAST_BYTES_PER_S)
+            pace = pace_of(rate)
+            bad = self._verify(message, pace)
+        except (CorruptFragment, OSError) as error:
+            return Verified((), str(error))
+        finally:
+            self._verifying.release()
+        return Verified(tuple(Block(*each) for each in bad), "")
+
+    def _verify(self, message: Verify, pace: Pace) -> Blocks:
+        if not message.disk:
+            with self._driver.pinned(message.shard, message.index) as entry:
+                return check_entry(entry, pace)
+        with self._changed:
+            file = self.core.ledgers.find_file(message.shard, message.index)
+        bad = check_file(file, pace)
+        if bad:
+            self._driver.note_damage(file, f"{len(bad)} blocks fail their CRC32C")
+        return bad
+
+    def slot(self, shard: ShardId) -> Slot:
+        """The sealed home copy of a shard."""
+        with self._changed:
+            home = self.core.home(shard)
+            return slot_of(home.header, home.region)
+
+    def inventory(self, run: str) -> Inventory:
+        """Everything complete that this node has of a run."""
+        with self._changed:
+            return self.core.ledgers.look(run).inventory(self.info.node)
+
+    def table(self, shard: ShardId) -> bytes:
+        """The packed checksum table of a shard of which anything sealed is here."""
+        with self._changed:
+            return self.core.ledgers.table(shard)
+
+    def locate(
+        self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
+    ) -> tuple[Path, int, int]:
+        """File, offset and length of a fragment's payload, also where it is part of a home copy.
+
+        With ``last``, on disk rather than in memory; with ``early`` also of one that is encoded.
+        """
+        with self._changed:
+            where, offset, size_bytes = self.core.ledgers.locate(
+                shard, index, last=last, early=early
+            )
+        return where.path, offset, size_bytes
+
+    def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:
+        """File, offset and length of the safetensors file within a home copy."""
+        with self._changed:
+            where, offset, size_bytes = self.core.ledgers.locate_shard(shard)
+        return where.path, offset, size_bytes
+
+    def trace(self, run: str) -> Trace:
+        """Where time went, here and in the node's ranks."""
+        return Trace(self.info.node, self._ranks_tracer.of(run), self._tracer.of(run))
+
+    def spans(self, message: Spans) -> Done:
+        """Keep what a rank of this node tells."""
+        self._ranks_tracer.add(message.spans)
+        return Done()
+
+    def status(self) -> dict[str, Any]:
+        """What people and tools want to know, as plain JSON values."""
+        with self._changed:
+            runs = self.core.ledgers.runs()
+            problem = self.core.ledgers.rejected.get(UNREADABLE_DISK, "")
+        return {
+            "node": self.info.node,
+            "domain": self.info.domain,
+            "address": self.info.address,
+            "pid": self.info.pid,
+            "disk": {"folder": self._disk_folder, "problem": problem},
+            "runs": {run: self._run_status(run) for run in runs},
+        }
+
+    def _run_status(self, run: str) -> dict[str, Any]:
+        inventory = self.inventory(run)
+        homes = inventory.headers.indices.count(HOME)
+        with self._changed:
+            storing = self.core.storekeeper.stored(run)
+            watched = self.core.guardian.watched(run)
+            ledger = self.core.ledgers.look(run)
+            damaged = {ledger.files[key].path.name: why for key, why in ledger.damaged.items()}
+        return {
+            "committed": str(inventory.committed or ""),
+            "timeline": inventory.fence,
+            "home_copies": homes,
+            "fragments": len(inventory.headers) - homes,
+            "generations": sorted(
+                {str(header.shard.generation) for header in inventory.headers.shards}
+            ),
+            "guard": _guard_status(watched) if watched else None,
+            "used_bytes": self.shelf.tier.used_bytes(run),
+            "stored": [str(generation) for generation in inventory.stored],
+            "disk_files": len(inventory.disk),
+            "disk_bytes": sum(header.file_bytes for header in inventory.disk),
+            "disk_waiting_bytes": storing.waiting_bytes,
+            "disk_problems": list(storing.problems),
+            "damaged": damaged,
+            "rejected": dict(inventory.rejected),
+        }
+
+
+def _guard_status(watched: Watched) -> dict[str, Any]:
+    return {
+        "generation": str(watched.generation),
+        "margin": watched.margin,
+        "missing": watched.missing,
+        "lost": list(watched.lost),
+        "repairing": str(watched.repairing or ""),
+        "repaired": watched.repaired,
+        "problem": watched.problem,
+    }
+
+
+def _instance(root: Path, node: str) -> str:
+    """The id of this node's memory: drawn once, and gone when the memory is.
+
+    Raises ``AgentMismatch`` if the folder is another node's: its peers know it by that name.
+    """
+    path = root / "instance"
+    if not path.exists():
+        path.write_text(f"{secrets.token_hex(8)} {node}")
+    instance, owner = path.read_text().split(maxsplit=1)
+    if owner != node:
+        raise AgentMismatch(
+            f"{root} is the memory of node {owner}, not of {node}",
+            hint=f"give --node {owner}, or another --root",
+        )
+    return instance

@@ -1,0 +1,93 @@
+"""The bytes of a shard in its regions: encode, prove, rebuild, seal. No files, no network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ecckpt.agent.core.gather_plan import Gathering
+from ecckpt.agent.core.run_record import Entry
+from ecckpt.coding.reed_solomon import Codec
+from ecckpt.errors import CorruptFragment
+from ecckpt.format.block_ranges import span_of
+from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
+from ecckpt.memory.buffers import COPY_THREADS
+
+if TYPE_CHECKING:
+    from ecckpt.agent.storage.regions import Region
+
+
+def data_views(header: Header, region: Region) -> list[memoryview]:
+    """The k data fragments within a home copy, as views of its region."""
+    return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.k)
+
+
+def parity_views(header: Header, region: Region | None) -> list[memoryview]:
+    """The m parity fragments within a parity region, as views of it."""
+    if region is None:
+        return []
+    return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.m)
+
+
+def fragment_view(header: Header, region: Region) -> memoryview:
+    """The one fragment in a region of its own."""
+    return region.view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.fragment_bytes]
+
+
+def encode_home(header: Header, home: Region, parity: Region | None) -> np.ndarray:
+    """Fill ``parity`` from a home copy; returns the checksum table, uint32 (n, rows)."""
+    return Codec(header.k, header.m).encode(
+        data_views(header, home), parity_views(header, parity), header.block_bytes
+    )
+
+
+def seal(entry: Entry) -> None:
+    """Complete a file: table and end mark first, superblock last."""
+    header, view, table = entry.header, entry.region.view, entry.table
+    assert table is not None
+    trailer = pack_table(table)
+    view[header.trailer_offset : header.trailer_offset + len(trailer)] = trailer
+    view[:SUPERBLOCK_BYTES] = pack_superblock(header)
+
+
+def sums_of(header: Header, view: memoryview) -> np.ndarray:
+    """The CRC32C of whole blocks of a fragment, uint32 (rows,): the first of them begins it."""
+    table = Codec(header.k, header.m).rebuild({0: view}, {}, header.block_bytes)
+    return np.asarray(table[0])
+
+
+def bad_blocks(
+    header: Header, index: int, view: memoryview, table: np.ndarray, rows: slice | None = None
+) -> list[tuple[int, int]]:
+    """(index, row) of the blocks that fail their CRC32C.
+
+    ``view`` is the whole fragment, or only those ``rows`` of it, counted from the first of them.
+    """
+    sums = table if rows is None else table[:, rows]
+    return Codec(header.k, header.m).verify({index: view}, sums, header.block_bytes)
+
+
+def rebuild(gathering: Gathering, views: list[memoryview], table: np.ndarray) -> int:
+    """Compute every data block that is not proven; returns how many fragments that touched.
+
+    ``views`` are the n fragments in place. Raises ``CorruptFragment`` if a block is not right.
+    """
+    header = gathering.header
+    touched: set[int] = set()
+    for rows, missing, present in gathering.lost():
+        span = span_of(header, rows)
+        sums = Codec(header.k, header.m).rebuild(
+            {index: views[index][span] for index in present},
+            {index: views[index][span] for index in missing},
+            header.block_bytes,
+            threads=COPY_THREADS,
+        )
+        if not np.array_equal(sums[missing], table[missing, rows]):
+            raise CorruptFragment(f"{header.shard}: rebuilt blocks fail their CRC32C")
+        touched.update(missing)
+    return len(touched)
+
+
+def _pieces(view: memoryview, piece_bytes: int, count: int) -> list[memoryview]:
+    return [view[at * piece_bytes : (at + 1) * piece_bytes] for at in range(count)]

@@ -1,0 +1,90 @@
+"""Proving the files of this node, block by block: in memory and on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ecckpt.agent.runtime.shard_bytes import bad_blocks
+from ecckpt.errors import CorruptFragment, EcckptError
+from ecckpt.format.block_ranges import span_of
+from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table, parse_superblock
+from ecckpt.protocol.http import Pace
+
+if TYPE_CHECKING:
+    from ecckpt.agent.core.run_record import Entry
+    from ecckpt.agent.storage.disk import DiskFile
+
+_WINDOW_BYTES = 4 << 20
+
+Blocks = list[tuple[int, int]]
+
+
+def check_entry(entry: Entry, pace: Pace) -> Blocks:
+    """(index, row) of the blocks in memory that fail their CRC32C; the entry is pinned."""
+    assert entry.table is not None
+    bad: Blocks = []
+    for index, rows, offset, length in windows(entry.header, _WINDOW_BYTES):
+        start = SUPERBLOCK_BYTES + offset
+        view = entry.region.view[start : start + length]
+        bad += _shifted(bad_blocks(entry.header, index, view, entry.table, rows), rows)
+        pace(length)
+    return bad
+
+
+def check_file(file: DiskFile, pace: Pace) -> Blocks:
+    """(index, row) of the blocks on disk that fail their CRC32C.
+
+    Raises ``CorruptFragment`` if what stands around them is not what it was, ``OSError`` if it
+    cannot be read.
+    """
+    header, bad = file.header, Blocks()
+    descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        superblock = os.pread(descriptor, SUPERBLOCK_BYTES, 0)
+        trailer = os.pread(descriptor, header.trailer_bytes, header.trailer_offset)
+        name = file.path.name
+        if parse_superblock(superblock, name) != header or trailer != pack_table(file.table):
+            raise CorruptFragment(f"{name}: superblock or table is another one than it was")
+        buffer = memoryview(bytearray(min(_WINDOW_BYTES + header.block_bytes, header.file_bytes)))
+        for index, rows, offset, length in windows(header, _WINDOW_BYTES):
+            view = buffer[:length]
+            got = os.preadv(descriptor, [view], SUPERBLOCK_BYTES + offset)
+            if got != length:
+                raise CorruptFragment(f"{name}: {got} of {length} bytes could be read")
+            bad += _shifted(bad_blocks(header, index, view, file.table, rows), rows)
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+            pace(length)
+    finally:
+        os.close(descriptor)
+    return bad
+
+
+def verdict_on(file: DiskFile, pace: Pace) -> str:
+    """What is wrong with a file on disk; empty if nothing is, or it has been removed."""
+    try:
+        bad = check_file(file, pace)
+    except FileNotFoundError:
+        return ""
+    except (EcckptError, OSError) as error:
+        return str(error)
+    return f"{len(bad)} of {_block_count(file.header)} blocks fail their CRC32C" if bad else ""
+
+
+def _block_count(header: Header) -> int:
+    return header.rows * (header.k if header.index == HOME else 1)
+
+
+def windows(header: Header, window_bytes: int) -> Iterator[tuple[int, slice, int, int]]:
+    """Fragment, rows, and where these lie within the payload, in order, a block at least."""
+    step = max(1, window_bytes // header.block_bytes)
+    for place, index in enumerate(range(header.k) if header.index == HOME else [header.index]):
+        for first in range(0, header.rows, step):
+            rows = slice(first, min(first + step, header.rows))
+            span = span_of(header, rows)
+            yield index, rows, place * header.fragment_bytes + span.start, span.stop - span.start
+
+
+def _shifted(bad: Blocks, rows: slice) -> Blocks:
+    return [(index, rows.start + row) for index, row in bad]

@@ -1,0 +1,1 @@
+"""Places that keep bytes: regions of memory and files on disk."""

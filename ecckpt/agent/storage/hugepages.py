@@ -1,0 +1,75 @@
+"""Huge pages for regions that were made without, in the background.
+
+A region is made of huge pages where the kernel has them to give. Where it had none at the moment,
+or an earlier agent left the region, gathering its pages pays, for it is recycled for as long as the
+run lasts: coding and copying get faster, and a restarted process maps it in no time. Whoever
+touches a page that is being moved waits a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
+
+if TYPE_CHECKING:
+    from ecckpt.agent.storage.regions import Region
+
+# The first save into a region is over by then, and its fragments are on their way.
+_CALM_S = 2.0
+# Time asleep for each second of work: training goes on around this.
+_REST = 1.0
+_NICE = 19
+
+
+class HugePages:
+    """One thread of low priority, started with the first region that is large enough."""
+
+    def __init__(self) -> None:
+        self._new: queue.SimpleQueue[tuple[float, weakref.ref[Region]]] = queue.SimpleQueue()
+        self._moving = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def want(self, region: Region) -> None:
+        """Have the region on huge pages before long. It may go away or be recycled meanwhile."""
+        if region.size_bytes < HUGE_PAGE_BYTES:
+            return
+        self._new.put((time.monotonic() + _CALM_S, weakref.ref(region)))
+        with self._moving:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="hugepages", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no memory for a thread: small pages do
+                    thread.start()
+                    self._thread = thread
+
+    def let_go(self) -> None:
+        """Wait until no region is kept mapped from here: a few milliseconds."""
+        with self._moving:
+            pass
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            at_s, region = self._new.get()
+            time.sleep(max(0.0, at_s - time.monotonic()))
+            start = 0
+            while self._move(region, start):
+                start += HUGE_PAGE_BYTES
+
+    def _move(self, reference: weakref.ref[Region], start: int) -> bool:
+        """Gather one huge page; False at the end, or if there is nothing to be gained."""
+        with self._moving:
+            region = reference()
+            if region is None or start + HUGE_PAGE_BYTES > region.size_bytes:
+                return False
+            started_s = time.monotonic()
+            worked = make_huge(region.view[start : start + HUGE_PAGE_BYTES])
+            del region
+        time.sleep(_REST * (time.monotonic() - started_s))
+        return worked

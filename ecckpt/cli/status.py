@@ -1,0 +1,153 @@
+"""What there is, and where time went: ``status``, ``plan-restore``, ``trace``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ecckpt.client.config import NodeConfig, read_token
+from ecckpt.errors import AgentUnreachable
+from ecckpt.protocol.verbs import INVENTORY, TRACE
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
+    node = NodeConfig.from_environment()
+    status = commands.add_parser("status", help="what this node's agent holds")
+    status.add_argument("--root", type=Path, default=node.root)
+    status.add_argument("--json", action="store_true")
+    status.set_defaults(act=_status)
+    plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
+    plan.add_argument("run")
+    plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    plan.add_argument("--without", nargs="*", default=[], metavar="NODE", help="as if these died")
+    plan.add_argument(
+        "--without-memory", action="store_true", help="as after a loss of power: disks only"
+    )
+    plan.add_argument("--token-file", type=Path, default=node.token_file)
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(act=_plan_restore)
+    trace = commands.add_parser(
+        "trace", help="where the last saves and restores spent their time, for Perfetto"
+    )
+    trace.add_argument("run")
+    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    trace.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    trace.add_argument("--token-file", type=Path, default=node.token_file)
+    trace.set_defaults(act=_trace)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from ecckpt.client.cluster.local_agent import local_client
+
+    status = local_client(arguments.root).status()
+    if arguments.json:
+        print(json.dumps(status))
+        return 0
+    print(f"node {status['node']} (domain {status['domain']}) at {status['address']}")
+    for run, facts in status["runs"].items():
+        print(
+            f"  run {run}: committed {facts['committed'] or 'nothing'}, "
+            f"{facts['home_copies']} home copies, {facts['fragments']} fragments, "
+            f"{facts['used_bytes']:,} bytes"
+        )
+        _print_guard(facts["guard"])
+        _print_disk(facts)
+        for name, why in facts["rejected"].items():
+            print(f"    not adopted: {name}: {why}")
+    if status["disk"]["problem"]:
+        print(f"  disk: {status['disk']['problem']}")
+    return 0
+
+
+def _print_guard(guard: dict[str, Any] | None) -> None:
+    if guard is None:
+        return
+    margin = "how many is not known yet" if guard["margin"] is None else f"any {guard['margin']}"
+    print(f"    shards of this node's ranks survive more node losses: {margin}")
+    if guard["missing"]:
+        lost = f", lost: {', '.join(guard['lost'])}" if guard["lost"] else ""
+        doing = f", repairing {guard['repairing']}" if guard["repairing"] else ""
+        print(f"    fragments missing: {guard['missing']}{lost}{doing}")
+    if guard["problem"]:
+        print(f"    last repair: {guard['problem']}")
+
+
+def _print_disk(facts: dict[str, Any]) -> None:
+    if facts["disk_files"] or facts["stored"]:
+        newest = facts["stored"][-1] if facts["stored"] else "nothing"
+        print(
+            f"    on disk: stored everywhere {newest}, here {facts['disk_files']} files, "
+            f"{facts['disk_bytes']:,} bytes, {facts['disk_waiting_bytes']:,} to be written"
+        )
+    for problem in facts["disk_problems"]:
+        print(f"    not on disk: {problem}")
+
+
+def _plan_restore(arguments: argparse.Namespace) -> int:
+    from ecckpt.format.header_columns import Headers
+    from ecckpt.policy.survival import plan_recovery
+    from ecckpt.protocol.agent_client import AgentClient
+
+    token = read_token(arguments.token_file)
+    inventories = []
+    for address in arguments.agents:
+        try:
+            inventories.append(AgentClient(address, token).call(INVENTORY, arguments.run))
+        except AgentUnreachable as error:  # what people look at a plan for
+            if len(arguments.agents) == 1:
+                raise
+            print(f"no answer: {error}", file=sys.stderr)
+    left = [each for each in inventories if each.node not in arguments.without]
+    if arguments.without_memory:
+        left = [replace(each, headers=Headers.of(())) for each in left]
+    plan = plan_recovery(arguments.run, left)
+    chosen = plan.chosen
+    if arguments.json:
+        rows = [
+            {
+                "generation": str(report.generation),
+                "state": report.state,
+                "margin": report.margin,
+                "abandoned": report.abandoned is not None,
+            }
+            for report in plan.generations
+        ]
+        print(
+            json.dumps({"chosen": str(chosen.generation) if chosen else None, "generations": rows})
+        )
+    else:
+        for report in plan.generations:
+            mark = "*" if report is chosen else " "
+            detail = report.why() or f"survives {report.margin} more node losses"
+            print(f"{mark} {report.generation}  {report.state:11}  {detail}")
+        if not plan.generations:
+            print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
+    return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from ecckpt.protocol.agent_client import AgentClient
+    from ecckpt.protocol.tracing import chrome_trace
+
+    token = read_token(arguments.token_file)
+    traces = []
+    for address in arguments.agents:
+        try:
+            traces.append(AgentClient(address, token).call(TRACE, arguments.run))
+        except AgentUnreachable as error:
+            print(f"no answer: {error}", file=sys.stderr)
+    if not traces:
+        return 2
+    text = json.dumps(chrome_trace(traces))
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(text)
+        spans = sum(len(trace.ranks) + len(trace.agent) for trace in traces)
+        print(f"{spans} spans of {len(traces)} nodes: {arguments.out}")
+    return 0 if len(traces) == len(arguments.agents) else 1

@@ -1,0 +1,1 @@
+"""The training process's side: save, restore, read, and what the command line does."""

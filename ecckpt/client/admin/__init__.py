@@ -1,0 +1,1 @@
+"""Whole runs, from outside the training: verify, repair, forget."""

@@ -1,0 +1,384 @@
+"""What a training program uses: Checkpointer, with save, restore and close.
+
+The save path, downwards: ``saver.py`` plans the shard (state/), takes the slot that was reserved at
+the node's agent after the save before (reserving.py), copies the state into it and returns. The
+agent (agent/protect.py) encodes the slot and has peers hold the fragments; ``saving.Watcher`` sees
+that through and commits.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ecckpt.client.cluster import local_agent as node_agents
+from ecckpt.client.cluster.join import join
+from ecckpt.client.cluster.rendezvous import meet
+from ecckpt.client.cluster.requests import Asking
+from ecckpt.client.config import ClusterConfig, NodeConfig, named
+from ecckpt.client.handles import SaveHandle
+from ecckpt.client.restore.protocol import Order, Wanted
+from ecckpt.client.restore.restorer import FoundGeneration, Restored, Restorer
+from ecckpt.client.save.archive_protocol import Disks
+from ecckpt.client.save.archive_thread import Storer
+from ecckpt.client.save.saver import Saver
+from ecckpt.client.save.ticket import Ticket
+from ecckpt.client.slot_mappings import Slots
+from ecckpt.errors import InvalidConfig
+from ecckpt.format.ids import Generation
+from ecckpt.memory.native import prefer
+from ecckpt.policy.placement import CodeSpec
+from ecckpt.policy.retention import Keep
+from ecckpt.protocol.tracing import Tracer
+from ecckpt.state.snapshot.plan import ShardPlan
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class Checkpointer:
+    """Keeps the state of one rank safe in the memory of the run's nodes.
+
+    All ranks construct it, after ``init_process_group`` if there is one; it meets the other ranks
+    and finds or starts this node's agent. Call ``restore`` before the first ``save``, in every
+    start of the program; it begins a new timeline and fences off writers of older ones.
+
+    Args:
+        run: name of the training job, the same over all its restarts.
+        code: ``"auto"``, ``(k, m)`` or ``"k+m"``.
+        every_steps: what ``due`` goes by.
+        root: folder of this node's agent (default: ``ECCKPT_ROOT``, see ``NodeConfig``).
+        agents: addresses of further agents that hold fragments without having ranks.
+        memory_bytes: the run's memory budget on this node; 0 for half of the agent's tmpfs.
+        disk_every: every nth committed save also goes to the disks of agents that have one (see
+            ``ecckpt agent --disk``), behind the saves; 0 for none.
+        disk_bytes: the run's budget on each disk; 0 for half of the file system.
+        keep, keep_every_steps: what stays on disk: the last ``keep`` stored generations, and those
+            with a step that ``keep_every_steps`` divides (0: none).
+        min_margin: a save needs k + min_margin fragments at their holders.
+        strict: raise from ``save`` what is otherwise only reported by its handle.
+        save_timeout_s: a save that is not committed by then has failed.
+        restore_timeout_s: how long ranks wait for each other in each step of a restore.
+        replicated: patterns of plain tensors that are the same on all ranks, as under DDP: each is
+            stored once, in equal shares, instead of by every rank. A pattern names a path and all
+            below it ("model"); ``*`` stands for any text, and one that begins with ``!`` takes out
+            again. A save in which they differ fails, with the paths and ranks. What belongs to a
+            rank, or is a DTensor (which says itself what it is), must not, or need not, be named.
+        store, rank, world_size: meet over this ``torch.distributed`` store instead of the default
+            process group's. It must be new for every start.
+
+    Raises:
+        InvalidCode, InvalidConfig, TooFewNodes, DuplicateNode, AgentUnreachable, AgentMismatch,
+        VersionMismatch, RankTimeout: on all ranks alike.
+    """
+
+    _restores = 0
+    _closed = False
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        code: CodeSpec = "auto",
+        every_steps: int = 1,
+        root: str | Path | None = None,
+        agents: Sequence[str] = (),
+        memory_bytes: int = 0,
+        disk_every: int = 1,
+        disk_bytes: int = 0,
+        keep: int = 1,
+        keep_every_steps: int = 0,
+        min_margin: int = 0,
+        strict: bool = False,
+        replicated: Sequence[str] = (),
+        save_timeout_s: float = 120.0,
+        restore_timeout_s: float = 300.0,
+        store: Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+        self._config = ClusterConfig(
+            run,
+            code,
+            min_margin,
+            every_steps,
+            save_timeout_s,
+            restore_timeout_s,
+            disk_every,
+            Keep(keep, keep_every_steps),
+            named(replicated),
+        )
+        self._node = NodeConfig.from_environment(root)
+        prefer(self._node.engine)
+        self._strict = strict
+        meeting = self._meeting = meet(store, rank=rank, world_size=world_size)
+        self._cluster, local_ranks = join(
+            meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+        )
+        self._slots = Slots()
+        self._tracer = Tracer()
+        asking = Asking(self._config, self._cluster, meeting.rank, meeting.world_size, local_ranks)
+        # Rank 0 decides for all; on others it is never begun.
+        disks = self._disks(disk_bytes, asking.least)
+        self._storer = Storer(run, self._cluster.peers, disks)
+        self._saver = Saver(
+            asking,
+            meeting,
+            self._slots,
+            self._tracer,
+            self._storer,
+            strict=strict,
+            node=self._as_it_was(),
+            revive=self._revive_agent,
+        )
+        atexit.register(self.close)
+
+    @property
+    def run(self) -> str:
+        """Name of the training job."""
+        return self._config.run
+
+    @property
+    def save_timeout_s(self) -> float:
+        """When a save that is not committed has failed."""
+        return self._config.save_timeout_s
+
+    @property
+    def promise(self) -> str:
+        """What may be lost without losing a checkpoint, in words."""
+        return self._cluster.placement.promise()
+
+    @property
+    def timeline(self) -> int | None:
+        """The current timeline; None before ``restore``."""
+        return self._saver.timeline
+
+    @property
+    def skipped(self) -> int:
+        """How many saves this rank has skipped (see ``save``)."""
+        return self._saver.skipped
+
+    def due(self, step: int) -> bool:
+        """Whether the cadence asks for a save after this step; the same on all ranks."""
+        return step % self._config.every_steps == 0
+
+    def stored(self) -> Generation | None:
+        """The newest generation that is on disk everywhere, as this node's agent knows.
+
+        What a loss of power of the whole cluster comes back to. Asks the agent; raises
+        ``AgentUnreachable``.
+        """
+        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        stored = run.get("stored", ())
+        return Generation.parse(stored[-1]) if stored else None
+
+    def margin(self) -> int | None:
+        """How many more nodes may be lost now, whichever they are, with this node's shards kept.
+
+        Of its ranks' newest committed shards, as their holders are now; lost fragments are made
+        again in the background. None while that is not known. The margin of the run is the least
+        of all nodes. Asks this node's agent; raises ``AgentUnreachable``.
+        """
+        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        margin: int | None = run["guard"]["margin"] if run.get("guard") else None
+        return margin
+
+    # -- save -------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: dict[str, Any], *, patience_s: float = 0.05) -> SaveHandle:
+        """Take a snapshot of ``state`` and return; protecting it goes on in the background.
+
+        As soon as this returns the state may change. There is no collective and no network here,
+        and mostly not even a word with this node's agent, which has a slot ready from before.
+
+        The saves before must be through on all ranks, so memory stays bounded, and a larger state
+        needs a larger slot. Both are waited for for ``patience_s`` seconds in all; what is not
+        ready by then costs this save, not time: it is skipped (``SaveSkipped`` in its handle), the
+        other ranks give theirs of this step up as well, and older generations are untouched. Give
+        more patience where the save matters more than the time: the last one, or one before the
+        machine is taken away. Only the first save waits for its slot for as long as the agent
+        takes, and for about two seconds if it is silent.
+
+        What goes wrong is in the handle (with ``strict``, what goes wrong in here is raised) and
+        costs no older generation; an unusable state or budget is raised at the first save.
+
+        Raises:
+            WrongOrder: before ``restore``, or for a step that is not after the last one.
+            InvalidConfig: for a ``patience_s`` below 0.
+        """
+        return self._saver.save(step, state, patience_s)
+
+    def _disks(self, budget_bytes: int, least: int) -> Disks:
+        return Disks(
+            every=self._config.disk_every if self._meeting.rank == 0 else 0,
+            keep=self._config.keep,
+            budget_bytes=budget_bytes,
+            ranks=self._meeting.world_size,
+            least=least,
+        )
+
+    def _revive_agent(self) -> None:
+        """Start this node's agent again, as the node it was, at the address its peers know."""
+        node_agents.find_or_start(self._as_it_was())
+
+    def _as_it_was(self) -> NodeConfig:
+        home = self._cluster.home
+        disk = self._cluster.disk
+        return replace(
+            self._node, node=home.node, domain=home.domain, listen=home.address, disk=disk
+        )
+
+    # -- for writers and readers of other frameworks (integrations/) ------------------------------
+
+    def ticket(self, step: int) -> Ticket:
+        """The right to save this rank's shard of ``step`` by other means than ``save``.
+
+        All ranks take one for the same step. What came of the ticket before is asked of the agents;
+        if nothing, its shard gives way. Raises ``WrongOrder`` as ``save`` does.
+        """
+        return self._saver.ticket(step)
+
+    def stage(self, ticket: Ticket, plan: ShardPlan) -> None:
+        """``ticket.stage`` in this process, where slots are mapped already."""
+        ticket.stage(plan, self._slots)
+
+    def find(self, *, step: int | None = None) -> FoundGeneration | None:
+        """Begin a new timeline, and say what there is to continue from: the newest, or ``step``.
+
+        What ``restore`` does, but for the reading: None if there never was a generation. All ranks
+        call it. Raises ``NothingToRestore``, ``RankTimeout``.
+        """
+        self._saver.settle()
+        restorer = self._restorer()
+        order, found = restorer.find(Wanted(step))
+        self._begin(order, restorer, found.generation if found else None)
+        return found
+
+    # -- restore ----------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int | None = None,
+        generation: Generation | str | None = None,
+        resume: Literal["auto", "required"] = "auto",
+        assign: bool = False,
+    ) -> Restored | None:
+        """Bring ``state`` back to the newest generation that survives; None if there never was one.
+
+        All ranks call it, and all take the same generation: one whose bytes cannot be proven on
+        some rank is refused and the next older one is taken. Nothing in ``state`` changes before
+        every rank has its shard in memory, proven, and checked against the state.
+
+        ``step`` (its newest timeline) or ``generation`` (as a status or a plan spells it) restores
+        that one instead of the newest: a roll-back. What is newer is abandoned by it: later
+        restarts do not take it, even if they happen before the next save, except by name.
+
+        Any number of ranks may restore, on any mesh and with any placements: DTensors are cut anew,
+        plain tensors are made of them and they of plain tensors. On another number of ranks than
+        saved, what was the same on all of them is handed to every rank, ``RngState`` is seeded anew
+        (see ``Restored.reseeded``), and anything else that differed between ranks is a
+        ``StateMismatch``. Nodes without ranks must be named in ``agents=`` to be read from.
+
+        With ``assign`` tensors of 256 KiB or more are not copied where that is possible: they stay
+        the same objects, and lie in this node's copy of the shard from then on, as private memory
+        of this process. For inference, evaluation and frozen weights: each page that is written to
+        for the first time costs a fault and a copy of its own, which is slower than having copied
+        all. Modules, tensors in containers and what torch's optimizers keep are assigned. Copied,
+        as ever, are tensors that are not contiguous in plain CPU memory, DTensors, tensors whose
+        memory anything else in the process refers to (those of ``model.state_dict()`` are the
+        model's: it is restored, but give the model itself), what other objects load, and all of it
+        on another number of ranks than saved. ``Restored.assigned_bytes`` tells how much was
+        assigned. That memory is the tmpfs's, beyond the run's budget, until the last of these
+        tensors is gone.
+
+        Raises:
+            NothingToRestore: traces of the run were found but none of its generations can be
+                rebuilt, or there were none and ``resume="required"``.
+            NoRoomToRestore: a node has no memory for a shard; nothing was changed.
+            Fenced: another start of the run has begun meanwhile; this one must end.
+            StateMismatch: the saved state does not fit; every path is named, nothing was changed.
+            RankTimeout: a rank did not answer in time.
+        """
+        if resume not in ("auto", "required"):
+            raise InvalidConfig(f'resume={resume!r} is neither "auto" nor "required"')
+        if step is not None and generation is not None:
+            raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
+        if isinstance(generation, str):
+            generation = Generation.parse(generation)
+        self._saver.settle()
+        restorer = self._restorer(assign=assign)
+        order, restored = restorer.run(
+            state, Wanted(step, generation), required=resume == "required"
+        )
+        self._begin(order, restorer, restored.generation if restored else None)
+        self._saver.call(self._saver.send_spans)
+        if restored is not None:
+            assert order.header is not None
+            self._saver.protect_again(order.header, order.repair, restored.reprotection)
+        return restored
+
+    def _restorer(self, *, assign: bool = False) -> Restorer:
+        self._restores += 1
+        return Restorer(
+            self._meeting,
+            self._cluster,
+            self._slots,
+            number=self._restores,
+            after=self._saver.timeline or 0,
+            timeout_s=self._config.restore_timeout_s,
+            tracer=self._tracer,
+            assign=assign,
+        )
+
+    def _begin(self, order: Order, restorer: Restorer, parent: Generation | None) -> None:
+        self._storer.begin(order.timeline, restorer.leader.on_disk, restorer.leader.roll_backs)
+        self._saver.call(restorer.leader.tell)
+        self._saver.begin(order.timeline, parent)
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until the last save is committed or has failed, and let everything go.
+
+        Rank 0 also waits for what is on its way to disk, at most ``save_timeout_s``. Where the
+        ranks' store hangs, it returns after twice that, and the save has failed here.
+
+        The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
+        error of the last save is raised.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._saver.close()
+        self._slots.close()
+        latest = self._saver.latest
+        if self._strict and latest is not None and latest.error is not None:
+            raise latest.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 0:
+            raise InvalidConfig(f"{name}={value} is negative")
+
+
+__all__ = ["Checkpointer", "Restored", "SaveHandle"]

@@ -1,0 +1,1 @@
+"""How the ranks of a session meet, and how a rank sees the cluster."""

@@ -1,0 +1,1 @@
+"""Restoring: choose a generation, bring the shards home, load on all ranks or none."""

@@ -1,0 +1,1 @@
+"""Saving: slots, staging, commit, and the disks behind it."""

@@ -1,0 +1,288 @@
+"""How a committed generation gets to the disks of all nodes, and what goes for it. Pure.
+
+One generation at a time. Every agent is asked to write what it has of it, and asked again how far
+it is. When every shard is on enough disks, the agents are told so, and with that which older
+generations may go. What cannot be finished is given up and named; the generation before it, and
+the copy in memory, are as they were.
+
+The rule is a generator: it yields what is to be done and is sent what came of it, or is thrown the
+error that came instead. ``storing.Storer`` does it with clients and a thread; the simulator with
+neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ecckpt.errors import EcckptError, Fenced
+from ecckpt.format.ids import Generation
+from ecckpt.policy.retention import Keep, ranks_short
+from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import OnDisk
+from ecckpt.protocol.messages.disk import Retain, Store, Stored
+
+_MISSES = 3
+_ROUND_LEAST_S, _ROUND_MOST_S = 0.05, 1.0
+# Once enough is there, slower disks get a few times what the others took.
+_GRACE_LEAST_S = 5.0
+_GRACE_FACTOR = 3.0
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """What is asked of the disks: every nth committed save (0: none), kept how, on how many.
+
+    ``least`` is how many fragments of a shard have to be on disk, 0 for its home copy.
+    """
+
+    every: int
+    keep: Keep
+    budget_bytes: int
+    ranks: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a node to store a generation, or how far it is. Answered by ``Stored``."""
+
+    node: str
+    message: Store
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Let so much time pass; less once it is to be closed."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell a node what is on disk everywhere, and stays."""
+
+    node: str
+    message: Retain
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Something that people may want to know; ``wrong``: it is not as it should be."""
+
+    text: str
+    wrong: bool = True
+
+
+Step = Ask | Pause | Tell | Say
+Steps = Generator[Step, Any, None]
+
+
+@dataclass(eq=False, slots=True)
+class _Round:
+    """One generation on its way to disk: what each node answered last."""
+
+    generation: Generation
+    started_s: float
+    moved_s: float
+    answers: dict[str, Stored] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    enough_s: float | None = None
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Everything that is on some disk."""
+        return [
+            (piece.rank, piece.index) for each in self.answers.values() for piece in each.pieces
+        ]
+
+    @property
+    def disks(self) -> int:
+        """How many nodes have one."""
+        return sum(each.disk for each in self.answers.values())
+
+    def unfinished(self, nodes: Iterable[str]) -> list[str]:
+        """Nodes that may still have something to say."""
+        return [
+            node
+            for node in nodes
+            if self.misses.get(node, 0) < _MISSES
+            and (node not in self.answers or self.answers[node].waiting_bytes)
+        ]
+
+    def take(self, node: str, answer: Stored) -> bool:
+        """A node has answered; whether that is news."""
+        moved = answer != self.answers.get(node)
+        self.answers[node] = answer
+        self.misses.pop(node, None)
+        self.problems.pop(node, None)
+        return moved
+
+    def miss(self, node: str, why: str) -> None:
+        """A node has not."""
+        self.misses[node] = self.misses.get(node, 0) + 1
+        self.problems[node] = why
+
+    def shortcomings(self, nodes: Iterable[str]) -> str:
+        """What is not as it should be, for people."""
+        problems = [
+            f"{node}: {'; '.join(each.problems[:2])}"
+            for node, each in self.answers.items()
+            if each.problems
+        ]
+        problems += [f"{node}: {why}" for node, why in self.problems.items()]
+        problems += [f"{node}: has no disk" for node, each in self.answers.items() if not each.disk]
+        late = [node for node in self.unfinished(nodes) if node in self.answers]
+        problems += [f"{node}: not finished" for node in late]
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        return "; ".join(problems[:4]) + more
+
+
+class Archivist:
+    """Rank 0's: what is due, what is on disk. ``nodes`` are all; ``clock`` never goes back.
+
+    Not thread-safe. ``deadline_s``, once set, is when all that is begun has to end.
+    """
+
+    def __init__(
+        self, run: str, nodes: Sequence[str], disks: Disks, *, clock: Callable[[], float]
+    ) -> None:
+        self.deadline_s: float | None = None
+        self.due: Generation | None = None
+        self._run, self._nodes, self._disks, self._clock = run, nodes, disks, clock
+        self._count = 0
+        self._skipped = 0
+        self._none = False
+        self._timeline = 0
+        self._on_disk = OnDisk()
+        self._untold = False
+        self._roll_backs: tuple[RollBack, ...] = ()
+        self._given_up: list[Generation] = []
+
+    def begin(self, timeline: int, there: OnDisk, roll_backs: tuple[RollBack, ...]) -> None:
+        """A timeline begins: what is on disk from before, and what was left on purpose."""
+        self._timeline, self._on_disk, self._roll_backs = timeline, there, roll_backs
+        # Agents may not know of all that is there, and protect what they know of.
+        self._untold = bool(there.told or there.seen)
+        self.due, self._count = None, 0
+        self._given_up.clear()
+
+    def committed(self, generation: Generation) -> None:
+        """A save is committed: it may be its turn."""
+        if not self._disks.every or self._none:
+            return
+        self._count += 1
+        if self.due is None and (self._count - 1) % self._disks.every:
+            return
+        # The newest takes the place of one that waits until the disks are done.
+        self._skipped += self.due is not None
+        self.due = generation
+
+    def archive(self) -> Steps:
+        """Store what is due, if anything is."""
+        generation, self.due = self.due, None
+        skipped, self._skipped = self._skipped, 0
+        if skipped:
+            text = f"disks are slower than saves: {skipped} generations were not stored"
+            yield Say(text)
+        if generation is None:
+            return
+        try:
+            if self._untold:
+                yield from self._tell()
+            yield from self._store(generation)
+        except Fenced as error:
+            yield Say(f"{generation} is not stored: {error}")
+
+    def _store(self, generation: Generation) -> Steps:
+        now_s = self._clock()
+        going = _Round(generation, now_s, moved_s=now_s)
+        while True:
+            moved = yield from self._ask(going)
+            if not going.unfinished(self._nodes) and not going.disks:
+                yield from self._give_up_disks(going)
+                return
+            short = ranks_short(going.pieces, ranks=self._disks.ranks, least=self._disks.least)
+            if self._is_over(going, short=bool(short), moved=moved):
+                break
+            took_s = self._clock() - going.started_s
+            yield Pause(min(_ROUND_MOST_S, max(_ROUND_LEAST_S, 0.2 * took_s)))
+        yield from self._report(going, short)
+        if short:
+            self._given_up.append(generation)
+        else:
+            yield from self._retain(generation)
+
+    def _ask(self, going: _Round) -> Generator[Step, Any, bool]:
+        """One question to every node that is not finished; whether anything changed."""
+        message = Store(
+            self._run, going.generation, self._disks.budget_bytes, tuple(self._given_up)
+        )
+        moved = False
+        for node in going.unfinished(self._nodes):
+            try:
+                moved |= going.take(node, (yield Ask(node, message)))
+            except Fenced:
+                raise
+            except (EcckptError, OSError) as error:
+                going.miss(node, str(error))
+        return moved
+
+    def _is_over(self, going: _Round, *, short: bool, moved: bool) -> bool:
+        now_s = self._clock()
+        if moved:
+            going.moved_s = now_s
+        if not going.unfinished(self._nodes):
+            return True
+        if self.deadline_s is not None and now_s > self.deadline_s:
+            return True
+        if short:
+            return now_s - going.moved_s > _PATIENCE_S
+        going.enough_s = going.enough_s or now_s
+        took_s = going.enough_s - going.started_s
+        return now_s - going.enough_s > max(_GRACE_LEAST_S, _GRACE_FACTOR * took_s)
+
+    def _give_up_disks(self, going: _Round) -> Steps:
+        """Nobody who answers has a disk: if that is all, none is asked again."""
+        if len(going.answers) == len(self._nodes):
+            self._none = True
+            text = "no agent has a disk: nothing is stored, or kept there"
+            yield Say(text, wrong=self._disks.keep != Keep())
+
+    def _report(self, going: _Round, short: tuple[int, ...]) -> Steps:
+        text = going.shortcomings(self._nodes)
+        if short:
+            others = f" and {len(short) - 1} more are" if len(short) > 1 else " is"
+            yield Say(
+                f"generation {going.generation} could not be stored: rank {short[0]}{others} "
+                f"not on enough disks: {text or 'memory was needed for newer saves'}"
+            )
+        elif text:
+            yield Say(f"generation {going.generation} is stored with less than all: {text}")
+
+    def _retain(self, generation: Generation) -> Steps:
+        # Twice: what cannot be had now takes no place of what can, and is not dropped for that.
+        self._on_disk = OnDisk(
+            self._kept((*self._on_disk.told, generation)),
+            self._kept((*self._on_disk.seen, generation)),
+        )
+        self._given_up.clear()  # older than what is stored now: they go with it
+        yield from self._tell()
+
+    def _kept(self, stored: tuple[Generation, ...]) -> tuple[Generation, ...]:
+        return self._disks.keep.of(stored, self._roll_backs)
+
+    def _tell(self) -> Steps:
+        stored = sorted({*self._on_disk.told, *self._on_disk.seen})
+        message = Retain(self._run, self._timeline, tuple(stored))
+        self._untold = False
+        for node in self._nodes:
+            try:
+                yield Tell(node, message)
+            except Fenced:
+                raise
+            except (EcckptError, OSError) as error:
+                yield Say(f"could not tell {node} what is stored: {error}")

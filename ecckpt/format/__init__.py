@@ -1,0 +1,1 @@
+"""Identities and the bytes of fragment files (docs/FORMAT.md). Pure."""

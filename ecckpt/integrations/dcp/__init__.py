@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint: its planners, its metadata and its folders."""

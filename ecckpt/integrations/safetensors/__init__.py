@@ -1,0 +1,1 @@
+"""Folders of safetensors weights, with an index."""

@@ -1,0 +1,1 @@
+"""Bytes in memory: the native module, views and copies of buffers, mapped files."""

@@ -1,0 +1,1 @@
+"""Rules: who holds what, what survives, what may go. Pure."""

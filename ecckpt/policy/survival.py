@@ -1,0 +1,356 @@
+"""Inventories -> RecoveryPlan: what survives, and the newest generation all shards can reach. Pure.
+
+The plan is a value: it can be printed, asked "what if these nodes died?" (leave their inventories
+out) and tested over every pattern of loss. It deletes nothing and takes absence for absence, not
+for proof of loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Literal
+
+from ecckpt.format.fragment_file import HOME, Header
+from ecckpt.format.header_columns import Headers
+from ecckpt.format.ids import Generation
+from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
+
+Class = Literal["complete", "recoverable", "lost"]
+
+UNREADABLE_DISK = "disk"
+"""The name in ``rejected`` of a disk as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one agent holds of one run: ``headers`` of files in memory, and of those on ``disk``.
+
+    ``stored`` are the generations, oldest first, that it was told are on disk everywhere, and
+    stay. ``rejected`` maps a file's name to why it was not taken.
+    """
+
+    node: str
+    headers: Headers
+    disk: Headers
+    stored: tuple[Generation, ...]
+    committed: Generation | None
+    fence: int
+    roll_backs: tuple[RollBack, ...]
+    rejected: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What is left of one shard.
+
+    ``margin`` is how many more node losses it survives, whichever nodes they are; -1 when lost.
+    ``header`` is that of a home copy; None: nothing was found. ``fragments`` maps index -> nodes
+    that have it; ``homes`` are the nodes with a whole copy.
+    """
+
+    rank: int
+    state: Class
+    margin: int
+    header: Header | None
+    homes: tuple[str, ...]
+    fragments: Mapping[int, tuple[str, ...]]
+
+    def why(self) -> str:
+        """One clause for people."""
+        if self.header is None:
+            return f"rank {self.rank}: nothing of it was found"
+        have, need = len(self.fragments), self.header.k
+        return f"rank {self.rank}: {have} of {need} needed fragments, {len(self.homes)} home copies"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """One generation: as bad as its worst shard; ``abandoned`` by whoever went back before it."""
+
+    generation: Generation
+    parent: Generation | None
+    world_size: int
+    state: Class
+    margin: int
+    shards: tuple[ShardReport, ...]
+    abandoned: RollBack | None
+
+    def why(self) -> str:
+        """Why it is not restored, or not by itself; empty when it may be."""
+        lost = [shard for shard in self.shards if shard.state == "lost"]
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        if lost:
+            some = "; ".join(shard.why() for shard in lost[:4])
+            return f"{len(lost)} of {self.world_size} shards lost: {some}{more}"
+        if self.abandoned:
+            return (
+                f"left by going back to {self.abandoned.target} on timeline "
+                f'{self.abandoned.timeline}; restore(generation="{self.generation}") takes it'
+            )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """All generations of a run that left a trace, newest first, and the one to restore.
+
+    ``ruins`` are traces that no generation could be made of: something was there, so finding
+    nothing to restore is no proof of a first start.
+    """
+
+    run: str
+    generations: tuple[GenerationReport, ...]
+    chosen: GenerationReport | None
+    newest_timeline: int
+    refused: frozenset[Generation]
+    ruins: Mapping[str, str]
+    roll_backs: tuple[RollBack, ...]
+
+    def rejected(self) -> dict[str, str]:
+        """Generations newer than the chosen one that were not taken -> why."""
+        return {
+            str(report.generation): report.why() or "refused"
+            for report in self.generations
+            if (report.why() or report.generation in self.refused)
+            and (self.chosen is None or report.generation > self.chosen.generation)
+        }
+
+
+def plan_recovery(
+    run: str,
+    inventories: Iterable[Inventory],
+    *,
+    step: int | None = None,
+    generation: Generation | None = None,
+    refused: Collection[Generation] = (),
+) -> RecoveryPlan:
+    """Class every generation of ``run`` and choose the newest that all its shards can reach.
+
+    What somebody went back before on purpose is chosen only by name: by ``step`` (its newest
+    timeline, rather one that is not abandoned) or ``generation``. ``refused`` are generations that
+    were tried and found bad.
+    """
+    inventories = list(inventories)
+    found = _found(run, inventories)
+    newest_timeline = 0
+    for inventory in inventories:
+        newest_timeline = max(newest_timeline, inventory.fence)
+        if inventory.committed:
+            newest_timeline = max(newest_timeline, inventory.committed.timeline)
+    roll_backs = in_force(each for inventory in inventories for each in inventory.roll_backs)
+    reports = tuple(
+        _report(each, found[each], abandoned_by(each, roll_backs))
+        for each in sorted(found, reverse=True)
+    )
+    if reports:
+        newest_timeline = max(newest_timeline, reports[0].generation.timeline)
+    if roll_backs:
+        newest_timeline = max(newest_timeline, roll_backs[0].timeline)
+    candidates = [
+        report
+        for report in reports
+        if report.state != "lost"
+        and report.generation not in refused
+        and step in (None, report.generation.step)
+        and generation in (None, report.generation)
+    ]
+    chosen = next((report for report in candidates if not report.abandoned), None)
+    if chosen is None and candidates and (step is not None or generation is not None):
+        chosen = candidates[0]
+    ruins = _ruins(inventories, found)
+    return RecoveryPlan(
+        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Generations on disk, oldest first.
+
+    ``told`` are those that some agent was told of; where nodes are away, not all of them may be
+    had now. ``seen`` are those that are there, told or not: whoever counted them may have died
+    before.
+    """
+
+    told: tuple[Generation, ...] = ()
+    seen: tuple[Generation, ...] = ()
+
+
+def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
+    """What a loss of power of all nodes would leave, with as much of it as a save wants."""
+    inventories = list(inventories)
+    told = max(
+        (inventory.stored for inventory in inventories if inventory.stored),
+        key=lambda stored: (stored[-1], len(stored)),
+        default=(),
+    )
+    without_memory = [replace(inventory, headers=Headers.of(())) for inventory in inventories]
+    found = plan_recovery(run, without_memory).generations
+    seen = (report.generation for report in found if all(map(_is_stored, report.shards)))
+    return OnDisk(told, tuple(sorted(seen)))
+
+
+def _is_stored(shard: ShardReport) -> bool:
+    if shard.header is None:
+        return False
+    # With a single fragment, which is the shard, the home copy does as well.
+    have = len(shard.fragments) + (bool(shard.homes) and shard.header.n == 1)
+    return have >= shard.header.k
+
+
+def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
+    ruins: dict[str, str] = {}
+    inventories = list(inventories)
+    # A run leaves traces on several nodes: one disk that cannot be read hides none from all.
+    hidden = all(UNREADABLE_DISK in inventory.rejected for inventory in inventories)
+    for inventory in inventories:
+        if inventory.committed is not None and inventory.committed not in found:
+            ruins[str(inventory.committed)] = "it was committed, and nothing of it was found"
+        for name, why in inventory.rejected.items():
+            if name == UNREADABLE_DISK and not hidden:
+                continue
+            ruins[f"{inventory.node}/{name}"] = why
+    return ruins
+
+
+_Piece = tuple[int, tuple[str, ...]]
+"""The index of a file, and the node that has it."""
+
+_Found = list[tuple[Header, list[_Piece]]]
+"""What there is of one shard; in most cases all files have one and the same header."""
+
+
+def _found(run: str, inventories: Iterable[Inventory]) -> dict[Generation, dict[int, _Found]]:
+    """Generation -> rank -> what there is of it, in the order of the nodes' names."""
+    # Most headers are the same objects: told apart by that, each is looked at once.
+    headers: dict[int, Header] = {}
+    pieces: dict[int, list[_Piece]] = defaultdict(list)
+    for inventory in sorted(inventories, key=attrgetter("node")):
+        node = (inventory.node,)
+        for files in (inventory.headers, inventory.disk):
+            keys = tuple(map(id, files.shards))
+            headers.update(zip(keys, files.shards, strict=True))
+            for key, piece in zip(keys, zip(files.indices, repeat(node)), strict=True):
+                pieces[key].append(piece)
+    found: dict[Generation, dict[int, _Found]] = defaultdict(lambda: defaultdict(list))
+    for key, header in headers.items():
+        if header.shard.run == run:
+            found[header.shard.generation][header.shard.rank].append((header, pieces[key]))
+    return found
+
+
+def _report(
+    generation: Generation, ranks: Mapping[int, _Found], abandoned: RollBack | None
+) -> GenerationReport:
+    sample = next(header for found in ranks.values() for header, _ in found)
+    shards = tuple([_shard(rank, ranks.get(rank, [])) for rank in range(sample.world_size)])
+    states = {shard.state for shard in shards}
+    state: Class = (
+        "lost" if "lost" in states else "recoverable" if "recoverable" in states else "complete"
+    )
+    return GenerationReport(
+        generation,
+        sample.parent,
+        sample.world_size,
+        state,
+        min(shard.margin for shard in shards),
+        shards,
+        abandoned,
+    )
+
+
+def _shard(rank: int, found: _Found) -> ShardReport:
+    if not found:
+        return ShardReport(rank, "lost", -1, None, (), {})
+    header, pieces = found[0] if len(found) == 1 else _agreed(found)
+    fragments = dict(sorted(pieces))
+    if len(fragments) < len(pieces):
+        fragments = _places(pieces)
+    homes = fragments.pop(HOME, ())
+    margin = margin_of(header.k, homes, fragments)
+    whole = homes and len(fragments) == header.n
+    state: Class = "lost" if margin < 0 else "complete" if whole else "recoverable"
+    return ShardReport(rank, state, margin, header, homes, fragments)
+
+
+def _places(pieces: Iterable[_Piece]) -> dict[int, tuple[str, ...]]:
+    """Index -> nodes, each once: what it has in memory and on disk is lost with it."""
+    nodes: dict[int, tuple[str, ...]] = {}
+    for index, node in sorted(set(pieces)):
+        nodes[index] = nodes.get(index, ()) + node
+    return nodes
+
+
+def _agreed(found: _Found) -> tuple[Header, list[_Piece]]:
+    """The header of a shard, and its files.
+
+    Headers that disagree on the shard's shape never mix: the shape most files agree on wins.
+    """
+    alike: _Found = []
+    for header, pieces in found:
+        same = next((others for known, others in alike if known == header), None)
+        if same is None:
+            alike.append((header, pieces[:]))
+        else:
+            same += pieces
+    if len(alike) == 1:
+        return alike[0]
+    files: Counter[_Shape] = Counter()
+    for header, pieces in alike:
+        files[_shape(header)] += len(set(pieces))
+    shape = max(files, key=lambda key: (files[key], key))
+    kept = [each for each in alike if _shape(each[0]) == shape]
+    return kept[0][0], [piece for _, pieces in kept for piece in pieces]
+
+
+_Shape = tuple[int, int, int, int]
+
+
+def _shape(header: Header) -> _Shape:
+    return header.k, header.m, header.shard_bytes, header.block_bytes
+
+
+def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
+    """Node losses that the shard survives, whichever nodes they are; never too many.
+
+    All homes must go first. Then so many fragments that k - 1 are left, those with the fewest
+    copies; a node takes along no more copies than it holds. Exact while no fragment has copies.
+    """
+    holders = [node for at in fragments.values() for node in at]
+    if len(holders) == len(fragments) == len({*homes, *holders}) - len(homes) and all(
+        fragments.values()
+    ):  # as it mostly is, and quickly told: no copies, and no node with two pieces
+        return len(homes) + max(0, len(fragments) - k + 1) - 1
+    lost = set(homes)
+    left = [nodes for at in fragments.values() if (nodes := set(at) - lost)]
+    copies = sorted(len(nodes) for nodes in left)
+    must_go = sum(copies[: max(0, len(copies) - k + 1)])
+    removed = len(lost)
+    for load in sorted(Counter(chain.from_iterable(left)).values(), reverse=True):
+        if must_go <= 0:
+            break
+        must_go -= load
+        removed += 1
+    return removed - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSources:
+    """Which nodes have a shard whole, and which hold its fragments."""
+
+    header: Header
+    homes: tuple[str, ...]
+    fragments: Mapping[int, tuple[str, ...]]
+
+
+def sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
+    """Where the shards of a generation that can be restored are, in the order of their ranks."""
+    return tuple(
+        ShardSources(shard.header, shard.homes, shard.fragments)
+        for shard in chosen.shards
+        if shard.header is not None  # of a chosen generation, every shard has one
+    )

@@ -1,0 +1,1 @@
+"""What ranks and agents say to each other: messages, HTTP, pulls."""

@@ -1,0 +1,122 @@
+"""Every verb that an agent answers under ``/v1/runs/{run}/``: the one table.
+
+Clients call by it (agent_client.py), the agent routes by it (agent/runtime/http_app.py), and tests
+compare docs/PROTOCOL.md and docs/openapi.yaml with it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ecckpt.format.ids import ShardId
+from ecckpt.policy.survival import Inventory
+from ecckpt.protocol.messages.disk import Retain, Store, Stored, Verified, Verify
+from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.repair import Guard, Presence, Probe, Repair
+from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Fetched, Forget
+from ecckpt.protocol.messages.save import (
+    Commit,
+    Held,
+    Hold,
+    Prefetch,
+    Progress,
+    Protect,
+    Reserve,
+    Slot,
+    Stage,
+    Watch,
+)
+from ecckpt.protocol.messages.trace import Spans, Trace
+
+M = TypeVar("M")
+A = TypeVar("A")
+
+# Bytes per second at which fresh tmpfs pages are made, a fifth of the slowest rate measured.
+_FAULT_IN_BYTES_PER_S = 200e6
+
+
+def _no_longer(message: Any) -> float:
+    del message
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Verb(Generic[M, A]):
+    """One kind of request, and what answers it.
+
+    Attributes:
+        name: last part of the path, and the name of the agent's method (agent/runtime/service.py).
+        request: class of the body; ``str`` for a GET, whose only argument is the run.
+        answer: class of the answer.
+        local: answered over the Unix socket only, to ranks of the agent's own node.
+        extra_s: how many seconds beyond a client's usual patience the answer may take.
+    """
+
+    name: str
+    request: type[M]
+    answer: type[A]
+    local: bool = False
+    extra_s: Callable[[M], float] = _no_longer
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is a GET, which changes nothing."""
+        return self.request is str
+
+
+# -- a save ---------------------------------------------------------------------------------------
+RESERVE = Verb(
+    name="reserve",
+    request=Reserve,
+    answer=Slot,
+    local=True,
+    extra_s=lambda message: message.header.file_bytes / _FAULT_IN_BYTES_PER_S,
+)
+STAGE = Verb(name="stage", request=Stage, answer=Done, local=True)
+PROTECT = Verb(name="protect", request=Protect, answer=Done, local=True)
+WATCH = Verb(
+    name="watch",
+    request=Watch,
+    answer=Progress,
+    local=True,
+    extra_s=lambda message: message.wait_s,
+)
+PREFETCH = Verb(name="prefetch", request=Prefetch, answer=Done)
+HOLD = Verb(name="hold", request=Hold, answer=Done)
+HELD = Verb(name="held", request=Held, answer=Done)
+COMMIT = Verb(name="commit", request=Commit, answer=Done)
+
+# -- a restore ------------------------------------------------------------------------------------
+BEGIN = Verb(name="begin", request=Begin, answer=Inventory)
+FENCE = Verb(name="fence", request=Fence, answer=Done)
+FETCH = Verb(
+    name="fetch",
+    request=Fetch,
+    answer=Fetched,
+    local=True,
+    extra_s=lambda message: message.timeout_s,
+)
+SLOT = Verb(name="slot", request=ShardId, answer=Slot, local=True)
+ASSIGN = Verb(name="assign", request=Assign, answer=Slot, local=True)
+INVENTORY = Verb(name="inventory", request=str, answer=Inventory)
+FORGET = Verb(name="forget", request=Forget, answer=Done)
+
+# -- repair ---------------------------------------------------------------------------------------
+GUARD = Verb(name="guard", request=Guard, answer=Done, local=True)
+PROBE = Verb(name="probe", request=Probe, answer=Presence)
+REPAIR = Verb(name="repair", request=Repair, answer=Done, extra_s=lambda message: message.timeout_s)
+
+# -- disks ----------------------------------------------------------------------------------------
+STORE = Verb(name="store", request=Store, answer=Stored)
+RETAIN = Verb(name="retain", request=Retain, answer=Done)
+VERIFY = Verb(name="verify", request=Verify, answer=Verified)
+
+# -- traces ---------------------------------------------------------------------------------------
+SPANS = Verb(name="spans", request=Spans, answer=Done, local=True)
+TRACE = Verb(name="trace", request=str, answer=Trace)
+
+VERBS: dict[str, Verb[Any, Any]] = {
+    each.name: each for each in list(globals().values()) if isinstance(each, Verb)
+}

@@ -1,0 +1,1 @@
+"""Simulated hosts: agents, memory, disks and the network between them."""

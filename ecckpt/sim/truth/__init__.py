@@ -1,0 +1,1 @@
+"""What is really there, and what was promised: violations are found here."""

@@ -1,0 +1,1 @@
+"""The shard as a safetensors file: layout, header, metadata, views."""

@@ -1,0 +1,1 @@
+"""From a shard back into a state: checked first, loaded all or nothing."""

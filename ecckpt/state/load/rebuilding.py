@@ -1,0 +1,65 @@
+"""A saved tree, made anew with tensors of its own: what objects get that restore themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ecckpt.state.load.assigning import Assigner
+from ecckpt.state.load.filling import Fills, fresh_tensor
+from ecckpt.state.load.fit import Fit
+from ecckpt.state.paths import Path
+from ecckpt.state.tensors.sharding import is_dtensor
+from ecckpt.state.tree.nodes import StoredTensor, replace_tensors
+
+Find = Callable[[StoredTensor, Path], torch.Tensor | None]
+
+
+def rebuilding(
+    fit: Fit, node: Any, find: Find, path: Path, assigner: Assigner | None = None
+) -> Callable[[], Any]:
+    """Fit a saved tree that will be handed to ``load_state_dict``.
+
+    ``find(stored, path)`` gives the live tensor that tells device and mesh, or None. The
+    function returned makes the tree, each time with new tensors, with an ``assigner`` those that it
+    has.
+    """
+
+    def check(stored: StoredTensor, at: Path) -> None:
+        like = find(stored, at)
+        if like is not None:
+            fit.likes[stored.name] = like
+        if stored.sharding is not None:
+            _same_mesh(fit, like, stored, at)
+        elif is_dtensor(like):
+            here = fit.shardings.of(like)  # type: ignore[arg-type]
+            fit.problem(at, f"saved as a whole tensor, here {here}")
+
+    def rebuilt() -> Any:
+        fills = Fills(assigner)
+
+        def make(stored: StoredTensor, at: Path) -> torch.Tensor:
+            return fresh_tensor(stored, find(stored, at), fills)
+
+        tree = replace_tensors(node, make, path)
+        fills.run()
+        return tree
+
+    replace_tensors(node, check, path)
+    return rebuilt
+
+
+def _same_mesh(fit: Fit, like: torch.Tensor | None, stored: StoredTensor, path: Path) -> None:
+    if like is None or not is_dtensor(like):
+        fit.problem(path, f"saved as {stored.sharding}, with no DTensor here to tell the mesh")
+        return
+    here, saved = fit.shardings.of(like), stored.sharding  # type: ignore[arg-type]
+    assert saved is not None
+    if saved.held or (here.mesh_shape, here.coordinate, here.placements) != (
+        saved.mesh_shape,
+        saved.coordinate,
+        saved.placements,
+    ):
+        fit.problem(path, f"saved as {saved}, here {here}")

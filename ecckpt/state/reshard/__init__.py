@@ -1,0 +1,1 @@
+"""From the shards of one number of ranks, mesh or placement to those of another."""

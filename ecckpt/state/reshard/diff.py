@@ -1,0 +1,104 @@
+"""Where two saved shards differ in what belongs to no global tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from ecckpt.state.file.shard import Shard
+from ecckpt.state.paths import Path, describe
+from ecckpt.state.reshard.saved_shard import SavedShard
+from ecckpt.state.rng import RngState
+from ecckpt.state.tree.encoding import Encoder
+from ecckpt.state.tree.nodes import CONTAINERS, StoredObject, StoredTensor, StoredValue
+from ecckpt.state.tree.values import pack
+
+# What a deque and a defaultdict are beside their contents.
+_OPTIONS = ("maxlen", "default_factory")
+_RNG_KIND = f"{RngState.__module__}.{RngState.__name__}"
+
+
+def is_rng(node: Any) -> bool:
+    """Whether a node of a saved tree is the state of an ``RngState``."""
+    return type(node) is StoredObject and node.kind == _RNG_KIND
+
+
+def rng_paths(node: Any, path: Path = ()) -> Iterator[str]:
+    """Paths of the states of ``RngState`` in a saved tree."""
+    if is_rng(node):
+        yield describe(path)
+    elif type(node) in CONTAINERS:
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from rng_paths(child, (*path, key))
+
+
+def differences(one: SavedShard, one_values: Shard, other: SavedShard) -> list[str]:
+    """Paths of values, objects' states and whole tensors that are not the same in both.
+
+    Random number generators may differ, and so may the parts of global tensors.
+    """
+    comparison = _Comparison()
+    comparison.node(one_values.tree(), other.values().tree(), ())
+    tensors = comparison.tensors
+    return comparison.found + [tensors[name] for name in one.differing(other, tensors)]
+
+
+def _comparable(value: Any) -> Any:
+    """Equal for a key or member only if type and value are: 1 is not True."""
+    if type(value) in (tuple, frozenset, set):
+        return type(value), type(value)(map(_comparable, value))
+    return type(value), value
+
+
+class _Comparison:
+    """Goes down two trees together; ``tensors`` are names still to be compared, with paths."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.tensors: dict[str, str] = {}
+
+    def node(self, mine: Any, theirs: Any, path: Path) -> None:
+        if type(mine) is not type(theirs):
+            self.found.append(describe(path))
+        elif type(mine) is StoredTensor:
+            self._tensor(mine, theirs, path)
+        elif type(mine) is StoredObject:
+            if mine.kind != theirs.kind:
+                self.found.append(describe(path))
+            elif not is_rng(mine):
+                self.node(mine.state, theirs.state, path)
+        elif type(mine) in CONTAINERS:
+            self._container(mine, theirs, path)
+        elif type(mine) is StoredValue or type(mine) in (set, frozenset):
+            if _comparable(mine) != _comparable(theirs):
+                self.found.append(describe(path))
+        elif pack(Encoder().encode(mine, path)) != pack(Encoder().encode(theirs, path)):
+            self.found.append(describe(path))
+
+    def _container(self, mine: Any, theirs: Any, path: Path) -> None:
+        if len(mine) != len(theirs) or any(
+            getattr(mine, option, None) != getattr(theirs, option, None) for option in _OPTIONS
+        ):
+            self.found.append(describe(path))
+            return
+        if not isinstance(mine, dict):
+            for index, pair in enumerate(zip(mine, theirs, strict=True)):
+                self.node(*pair, (*path, index))
+            return
+        keys = [list(map(_comparable, node)) for node in (mine, theirs)]
+        in_order = type(mine) is OrderedDict
+        if keys[0] != keys[1] if in_order else set(keys[0]) != set(keys[1]):
+            self.found.append(describe(path))
+            return
+        for key, child in mine.items():
+            self.node(child, theirs[key], (*path, key))
+
+    def _tensor(self, mine: StoredTensor, theirs: StoredTensor, path: Path) -> None:
+        forms = [(each.name, each.dtype, each.sharding or each.shape) for each in (mine, theirs)]
+        if mine.sharding is not None and theirs.sharding is not None:
+            return  # whether they are parts of one tensor shows when they are put together
+        if forms[0] != forms[1]:
+            self.found.append(describe(path))
+        else:
+            self.tensors[mine.name] = describe(path)

@@ -1,0 +1,1 @@
+"""From a state to the plan of its shard, and its copy."""

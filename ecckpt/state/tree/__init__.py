@@ -1,0 +1,1 @@
+"""The tree of containers, values and registered objects around the tensors, as msgpack."""

@@ -1,1 +1,0 @@
-"""How bytes move between agents: peers only ever pull."""
