@@ -147,6 +147,8 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
         disk_every=rng.choice([0, 0, 1, 2]),
         disk_bytes=0,
         keep=Keep(rng.choice([1, 2, 3])),
+        tickets=rng.random() < 0.2,
+        replicated=rng.random() < 0.3,
     )
     some = ShardId("sim", Generation(1, 0, "0" * 16), 0)
     header = rules.header(some, ranks=1, home="n0", parent=None)
