@@ -14,10 +14,10 @@ from builders import SESSION
 from stored import shard_bytes, store
 from worlds import World, same_state, states_for
 
+from ecckpt.client.read.home_copy import ProofAhead, Prover
 from ecckpt.client.restore import home_copy as proving
 from ecckpt.client.restore import shard_source as bringing
 from ecckpt.client.restore.coordinator import Leader
-from ecckpt.client.restore.home_copy import ProofAhead, Prover
 from ecckpt.client.restore.protocol import as_told, way_home
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.errors import CorruptFragment, Fenced

@@ -21,9 +21,9 @@ from ecckpt.client.effects import (
     ReadShard,
     Snapshot,
 )
+from ecckpt.client.read.home_copy import ShardInMemory, prove_home
+from ecckpt.client.read.reshard import reshape_from
 from ecckpt.client.read.shard_reader import Peers, ShardReader
-from ecckpt.client.restore.home_copy import ShardInMemory, prove_home
-from ecckpt.client.restore.reshard import reshape_from
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.format.fragment_file import Header
 from ecckpt.memory.buffers import COPY_THREADS
