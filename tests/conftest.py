@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ecckpt.testing import agent_forkserver as nursery
 from ecckpt.testing.local_cluster import LocalCluster
+
+settings.register_profile(
+    "same-every-time", derandomize=True, database=None, deadline=None, max_examples=50
+)
+settings.load_profile("same-every-time")
 
 # Inherited by every process that a test starts, so that others' agents are not taken for ours.
 _MARK = f"ECCKPT_TESTS_OF={os.getpid()}"

@@ -23,15 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from worlds import World, same_state, states_for
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ecckpt import errors
 from ecckpt.client.handles import SaveHandle
 from ecckpt.policy.survival import plan_recovery
 from ecckpt.protocol.verbs import INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.worlds import World, same_state, states_for
 
 Step = tuple[int, int]  # timeline, step
 

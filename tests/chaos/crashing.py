@@ -36,10 +36,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from chaos import agent_life
-from chaos.agent_life import HELD, NODE, RUN, coded, header_of, payload_of
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.runtime.disk_store import Disk
@@ -50,6 +47,8 @@ from ecckpt.protocol.encoding import pack_message, unpack_message
 from ecckpt.protocol.http import request
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Held
+from tests.chaos import agent_life
+from tests.chaos.agent_life import HELD, NODE, RUN, coded, header_of, payload_of
 
 # What only waits, asks the time or who one is changes nothing: no need to die there.
 HARMLESS = "futex,clock_nanosleep,rt_sigprocmask,rt_sigaction,rt_sigreturn,sched_yield,getpid,"

@@ -20,16 +20,16 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
-from stored import BLOCK_BYTES, files_of, store
 
 from ecckpt import errors
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, parse_superblock
 from ecckpt.protocol.messages.restore import Fetch, Fetched, Sources
 from ecckpt.protocol.verbs import FETCH, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.stored import BLOCK_BYTES, files_of, store
 
 K, M = 3, 2
 RUN = "test"

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from forked import die, run_ranks
-from test_torch_dcp import assert_same_world, checkpointer, load, save, world_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ecckpt.integrations.torch_dcp import Reader, Writer
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.dcp import assert_same_world, checkpointer, load, save, world_state
+from tests.support.forked import die, run_ranks
 
 RANKS = 2
 STEPS = 10

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
-from stored import store
 
 from ecckpt import errors
 from ecckpt.format.fragment_file import HOME
@@ -27,6 +26,7 @@ from ecckpt.policy.survival import ShardReport, plan_recovery
 from ecckpt.protocol.messages.restore import Fetch, Fetched, Sources
 from ecckpt.protocol.verbs import FETCH, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.stored import store
 
 SHARD_BYTES = 50_000  # several blocks in each fragment, the last one short
 

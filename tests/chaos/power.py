@@ -19,15 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from worlds import World, same_state, states_for
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ecckpt.errors import NothingToRestore
 from ecckpt.format.ids import Generation
 from ecckpt.policy.survival import Inventory, plan_recovery
 from ecckpt.protocol.verbs import INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.worlds import World, same_state, states_for
 
 _FILES = 6 + 6 * 5
 

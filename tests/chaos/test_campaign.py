@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from chaos.campaign import run
+
+from tests.chaos.campaign import run
 
 pytestmark = pytest.mark.long
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from chaos.crashing import run
+
+from tests.chaos.crashing import run
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chaos.damage import payloads, superblocks_and_tables
+from tests.chaos.damage import payloads, superblocks_and_tables
 
 
 def test_every_byte_of_superblock_and_table_and_every_length() -> None:

@@ -1,7 +1,8 @@
 """A sample of kills while DCP saves."""
 
 import pytest
-from chaos.dcp_kills import run
+
+from tests.chaos.dcp_kills import run
 
 pytestmark = pytest.mark.long
 

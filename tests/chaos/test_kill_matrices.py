@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from chaos.kill_matrix import run
+
+from tests.chaos.kill_matrix import run
 
 
 @pytest.mark.parametrize(

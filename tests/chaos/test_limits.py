@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import SESSION
-from stored import store
-from worlds import World, same_state, states_for
 
 from ecckpt.errors import NoRoomToRestore
 from ecckpt.format.fragment_file import (
@@ -31,6 +28,9 @@ from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.messages.save import Reserve, Stage
 from ecckpt.protocol.verbs import RESERVE, STAGE
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.builders import SESSION
+from tests.support.stored import store
+from tests.support.worlds import World, same_state, states_for
 
 ELEMENTS = 300_000  # 1.2 MB a rank
 ROOM_BYTES = 16 << 30

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from chaos.power import run
+
+from tests.chaos.power import run
 
 pytestmark = pytest.mark.long
 

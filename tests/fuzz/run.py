@@ -13,15 +13,12 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import atheris
-from fuzz.targets import CORPUS, TARGETS, seeds
 
 from ecckpt.errors import EcckptError
+from tests.fuzz.targets import CORPUS, TARGETS, seeds
 
 LIMITS = ["-max_len=20000", "-timeout=10", "-rss_limit_mb=2000", "-malloc_limit_mb=300"]
 

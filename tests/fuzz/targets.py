@@ -15,8 +15,6 @@ from typing import Any
 
 import msgpack
 import torch
-from builders import SESSION, generation, header, table_of
-from message_classes import message_classes
 
 from ecckpt.agent.core.run_record import RunNotes
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
@@ -43,6 +41,8 @@ from ecckpt.state.file.metadata import parse_notes
 from ecckpt.state.file.shard import read_shard
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.tree.decoding import decode
+from tests.support.builders import SESSION, generation, header, table_of
+from tests.support.message_classes import message_classes
 
 CORPUS = Path(__file__).parent / "corpus"
 MESSAGES: list[type] = sorted(

@@ -1,0 +1,1 @@
+"""The tests; ``tests/unit`` mirrors the package."""
