@@ -103,6 +103,7 @@ class ForeignRank:
         assert (self.node["protocol_version"], self.node["format_version"]) == (7, 1)
         member = {"info": self.node, "problem": "", "fingerprint": self._fingerprint}
         roster = msgpack.unpackb(self.exchange("join", msgpack.packb(member)))
+        self.roster = roster
         self.local_ranks, self.share = roster["local_ranks"], roster["share"]
         self.address = {node["node"]: node["address"] for node in roster["nodes"]}
         self._place([(node["domain"], node["node"]) for node in roster["nodes"]])

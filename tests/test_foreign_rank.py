@@ -1,5 +1,6 @@
 """A rank that was written from docs/PROTOCOL.md alone takes part in a run beside ours."""
 
+import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,6 +87,12 @@ class Start:
         return restored, data, order
 
 
+def fields_after(words):
+    """Return the fields of the table that follows these words in the document."""
+    table = re.search(r"(?: *\|.*\n)+", DOCUMENT.split(words)[1])[0]
+    return re.findall(r"^ *\| `(\w+)` \|", table, re.M)
+
+
 def state_of(step):
     return {"model": torch.full((30_000,), float(step)), "step": step}
 
@@ -100,6 +107,8 @@ def test_a_foreign_rank_saves_and_restores_beside_ours():
         with Start(cluster) as start:
             restored, data, order = start.restore(state_of(0))
             assert (restored, data, order["timeline"]) == (None, None, 1)
+            assert fields_after("The answer to each rank is a map:") == list(start.theirs.roster)
+            assert fields_after("is an Order, a msgpack map:") == list(order)
             assert start.theirs.holders == ["n2", "n0"]
             for step in (1, 2):
                 assert start.save(step, state_of(step), data_of(step))
