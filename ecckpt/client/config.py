@@ -115,6 +115,12 @@ class NodeConfig:
         return read_token(self.token_file)
 
 
+def token_from_environment() -> str:
+    """The credential in the file that ``ECCKPT_TOKEN_FILE`` names; empty if it names none."""
+    path = os.environ.get("ECCKPT_TOKEN_FILE")
+    return read_token(Path(path) if path else None)
+
+
 def _number(name: str, *, most: float) -> float:
     text = os.environ.get(name) or "0"
     try:

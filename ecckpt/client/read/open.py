@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ecckpt.client.config import token_from_environment
 from ecckpt.client.read.shard_reader import Peers, ShardReader
 from ecckpt.errors import (
     AgentUnreachable,
@@ -218,7 +219,7 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
     *,
     step: int | None = None,
     generation: Generation | str | None = None,
-    token: str = "",
+    token: str | None = None,
     timeout_s: float = 10.0,
 ) -> Opened:
     """Open the newest generation of ``run`` that survives, or the newest of ``step``.
@@ -229,7 +230,8 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
             these holds is taken for lost. Those that do not answer are passed over.
         step, generation: open this step (its newest timeline), or this generation, instead of the
             newest.
-        token: the agents' credential, if they have one.
+        token: the agents' credential; empty: they have none. Without it, the one in the file that
+            ``ECCKPT_TOKEN_FILE`` names, as the command line takes it.
         timeout_s: for each request. A node that misses it once is not asked again.
 
     Raises:
@@ -242,6 +244,8 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
     addresses = [agents] if isinstance(agents, str) else list(agents)
     if not addresses:
         raise InvalidConfig("no agents to ask", hint="host:port of at least one")
+    if token is None:
+        token = token_from_environment()
     clients = [AgentClient(address, token, timeout_s) for address in dict.fromkeys(addresses)]
     found, silent = _inventories(run, clients)
     if isinstance(generation, str):
