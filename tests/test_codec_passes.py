@@ -82,7 +82,7 @@ def test_wrong_copies(engine):
     for message, copies in refusals.items():
         with pytest.raises(InvalidBuffer, match=message):
             coder.encode(data, [parity], 4, copies=copies)
-    with pytest.raises(InvalidBuffer, match=r"fragments \[2\] are to be copied and not present"):
+    with pytest.raises(InvalidBuffer, match=r"fragments \[2\] have a copy buffer but are not"):
         coder.rebuild({0: data[0], 1: data[1]}, {}, 4, copies={2: copy})
     assert copy == b"\xaa" * 9
 
