@@ -149,7 +149,7 @@ def test_no_more_threads_than_cpus(monkeypatch):
     seen = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     coder = Codec(2, 1)
-    monkeypatch.setattr(coder._engine, "run", lambda work: seen.append(work.threads))
+    monkeypatch.setattr(coder._engine, "execute", lambda work: seen.append(work.threads))
     for threads in (1, 2, 100):
         coder.encode([bytes(9)] * 2, [bytearray(9)], 4, threads=threads)
     assert seen == [1, 2, 2]

@@ -358,7 +358,7 @@ def notes(**fields):
 
 
 def stored(shape=(2,), box=None, dtype=torch.float32):
-    return StoredTensor.of("x", {"x": torch.zeros(shape, dtype=dtype)}, box)
+    return StoredTensor.of_tensor("x", {"x": torch.zeros(shape, dtype=dtype)}, box)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from ecckpt.format.ids import Generation, check_name
 from ecckpt.policy.survival import GenerationReport, Inventory, plan_recovery, sources_of
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.verbs import INVENTORY
-from ecckpt.state.file.catalog import CatalogPiece, Whole, catalogue
+from ecckpt.state.file.catalog import CatalogPiece, CatalogTensor, build_catalog
 from ecckpt.state.file.header import ShardHeader, header_bytes, parse_header
 from ecckpt.state.file.metadata import ShardNotes, parse_notes
 from ecckpt.state.file.shard import outline
@@ -61,7 +61,7 @@ class Opened(Mapping[str, torch.Tensor]):
         self.preferred: int | None = None
         self._readers = [ShardReader(sources, peers) for sources in sources_of(report)]
         self._shards = {rank: _header(reader) for rank, reader in enumerate(self._readers)}
-        self._catalogue = catalogue(self._shards)
+        self._catalog = build_catalog(self._shards)
 
     def __repr__(self) -> str:
         return f"Opened({self.run!r}, generation {self.generation}, {len(self)} tensors)"
@@ -72,7 +72,7 @@ class Opened(Mapping[str, torch.Tensor]):
         other = object.__new__(Opened)
         vars(other).update(vars(self))
         other.preferred = rank
-        other._catalogue = catalogue(self._shards, prefer=rank)
+        other._catalog = build_catalog(self._shards, prefer=rank)
         return other
 
     @property
@@ -83,17 +83,17 @@ class Opened(Mapping[str, torch.Tensor]):
     @property
     def aliases(self) -> Mapping[str, str]:
         """Tied tensors: further names, and the name under which each is stored."""
-        return self._catalogue.aliases
+        return self._catalog.aliases
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._catalogue.tensors
-        yield from self._catalogue.aliases
+        yield from self._catalog.tensors
+        yield from self._catalog.aliases
 
     def __len__(self) -> int:
-        return len(self._catalogue.tensors) + len(self._catalogue.aliases)
+        return len(self._catalog.tensors) + len(self._catalog.aliases)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._catalogue.tensors or name in self._catalogue.aliases
+        return name in self._catalog.tensors or name in self._catalog.aliases
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor, in CPU memory."""
@@ -141,14 +141,14 @@ class Opened(Mapping[str, torch.Tensor]):
         tree: dict[Any, Any] = _plain(saved, place)
         return tree
 
-    def _whole(self, name: str) -> Whole:
-        return self._catalogue.tensors[self._catalogue.aliases.get(name, name)]
+    def _whole(self, name: str) -> CatalogTensor:
+        return self._catalog.tensors[self._catalog.aliases.get(name, name)]
 
     def _check_rank(self, rank: int) -> None:
         if rank not in self._shards:
             raise InvalidConfig(f"rank {rank} of {self.world_size} ranks that saved")
 
-    def _read(self, whole: Whole, start: int, stop: int) -> torch.Tensor:
+    def _read(self, whole: CatalogTensor, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of a tensor; one without dimensions has one row."""
         shape = (stop - start, *whole.shape[1:]) if whole.shape else ()
         data = torch.empty(math.prod(shape) * whole.dtype.itemsize, dtype=torch.uint8)
@@ -171,7 +171,9 @@ class Opened(Mapping[str, torch.Tensor]):
             else torch.empty(shape, dtype=whole.dtype)
         )
 
-    def _read_box(self, whole: Whole, piece: CatalogPiece, first: int, box: torch.Tensor) -> None:
+    def _read_box(
+        self, whole: CatalogTensor, piece: CatalogPiece, first: int, box: torch.Tensor
+    ) -> None:
         """Fill ``box``, bytes, with rows of a piece from ``first`` on, and compare the copies."""
         direct = box if box.is_contiguous() else torch.empty(box.shape, dtype=torch.uint8)
         self._read_rows(piece, first, direct)

@@ -199,7 +199,7 @@ class Reader(StorageReader):
 
         def make(stored: StoredTensor, path: Path) -> torch.Tensor:
             del path
-            saved.bring([stored.name])
+            saved.read_tensors([stored.name])
             return saved.tensor(stored.name).clone()
 
         def problem(path: Path, text: str) -> None:
