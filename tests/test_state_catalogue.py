@@ -116,7 +116,7 @@ def test_headers_that_nobody_wrote():
         build_catalog({0: part((4,), (0, 0), 0)})
     header, notes = part((4, 6), (0, 0), 0)
     for dtypes in ({"x": "no_dtype"}, {"x": "complex128"}):
-        with pytest.raises(CorruptFragment, match="'x' has a dtype that is none"):
+        with pytest.raises(CorruptFragment, match="the dtype of 'x' is unknown"):
             build_catalog({0: (header, ShardNotes(dtypes=dtypes, shardings=notes.shardings))})
     with pytest.raises(CorruptFragment, match="aliases"):
         build_catalog({0: (header, ShardNotes(aliases={"y": "z"}))})
