@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.testing import agent_forkserver as nursery
+from ecckpt.testing import agent_forkserver
 from ecckpt.testing.local_cluster import LocalCluster
 
 # Inherited by every process that a test starts, so that others' agents are not taken for ours.
@@ -49,7 +49,7 @@ def nothing_left_behind() -> Iterator[None]:
     name, value = _MARK.split("=")
     os.environ[name] = value
     yield
-    nursery.close()
+    agent_forkserver.close()
     # A killed process takes a moment to leave /proc. Another run of tests, beside this one, has
     # folders of processes that it has killed, for a moment.
     deadline_s = time.monotonic() + 10
