@@ -62,12 +62,12 @@ def read_listing(folder: Path) -> Listing:
         raise InvalidFolder(f"{folder} has neither {INDEX} nor {SINGLE}")
     missing = [file for file in listing.files if not (folder / file).is_file()]
     if missing:
-        raise InvalidFolder(f"{folder}: {_some(missing)} named in the index, but not there")
+        raise InvalidFolder(f"{folder}: {_some(missing)} named in the index, but missing")
     present = {path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)}
     extra = sorted(present - listing.files.keys())
     if extra:
         raise InvalidFolder(
-            f"{folder}: {_some(extra)} there, but not named in the index",
+            f"{folder}: {_some(extra)} in the folder, but not named in the index",
             hint="they may be left from another export: remove those that do not belong here",
         )
     if (folder / MANIFEST).exists():
