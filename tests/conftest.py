@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ecckpt.testing import agent_forkserver as nursery
+from ecckpt.testing import agent_forkserver
 from ecckpt.testing.local_cluster import LocalCluster
 
 settings.register_profile(
@@ -55,7 +55,7 @@ def nothing_left_behind() -> Iterator[None]:
     name, value = _MARK.split("=")
     os.environ[name] = value
     yield
-    nursery.close()
+    agent_forkserver.close()
     # A killed process takes a moment to leave /proc. Another run of tests, beside this one, has
     # folders of processes that it has killed, for a moment.
     deadline_s = time.monotonic() + 10

@@ -104,15 +104,15 @@ class Checkpointer:
     ) -> None:
         _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
-            run,
-            code,
-            min_margin,
-            every_steps,
-            save_timeout_s,
-            restore_timeout_s,
-            disk_every,
-            Keep(keep, keep_every_steps),
-            named(replicated),
+            run=run,
+            code=code,
+            min_margin=min_margin,
+            every_steps=every_steps,
+            save_timeout_s=save_timeout_s,
+            restore_timeout_s=restore_timeout_s,
+            disk_every=disk_every,
+            keep=Keep(keep, keep_every_steps),
+            replicated=named(replicated),
         )
         node = NodeConfig.from_environment(root)
         prefer(node.engine)

@@ -82,7 +82,13 @@ def test_codes_that_cannot_be(
 
 def test_two_agents_with_one_node_id(tmp_path: Path) -> None:
     with LocalCluster(nodes=2) as cluster:
-        twin = NodeConfig(cluster.root("n0").parent / "twin", "n0", "twin", "127.0.0.1:0", None)
+        twin = NodeConfig(
+            root=cluster.root("n0").parent / "twin",
+            node="n0",
+            domain="twin",
+            listen="127.0.0.1:0",
+            token_file=None,
+        )
         process = start(twin)
         try:
             other = await_agent(local_client(twin.root), twin.root / "agent.log")

@@ -235,7 +235,9 @@ def test_a_new_agent_is_waited_for_only_so_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "_START_TIMEOUT_S", 0.3)
-    process = agents.start(NodeConfig(tmp_path, "n0", "n0", "127.0.0.1:0", None))
+    process = agents.start(
+        NodeConfig(root=tmp_path, node="n0", domain="n0", listen="127.0.0.1:0", token_file=None)
+    )
     try:
         with stopped(process.pid), pytest.raises(errors.AgentUnreachable, match=r"within 0\.3 s"):
             agents.await_agent(agents.local_client(tmp_path), tmp_path / "log", process=process)

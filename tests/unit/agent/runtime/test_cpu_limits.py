@@ -47,7 +47,9 @@ def test_settings_that_are_none(monkeypatch, name, value):
 @contextmanager
 def agent(root, **manners):
     """The process ids of an agent, arbiter and worker."""
-    config = NodeConfig(root, "n1", "n1", "127.0.0.1:0", None, **manners)
+    config = NodeConfig(
+        root=root, node="n1", domain="n1", listen="127.0.0.1:0", token_file=None, **manners
+    )
     process = start(config)
     try:
         await_agent(local_client(root), root / "agent.log", process=process)
