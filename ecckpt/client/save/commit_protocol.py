@@ -187,9 +187,10 @@ class CommitProtocol:
         try:
             given_up = yield from perform(StoreSubtract(key, POISON, ranks))
         except EcckptError as error:
-            # Without the store no rank can count any more.
+            # Without the store no rank can count any more. None is woken: one that found the count
+            # neither complete nor given up would look again and again, without a pause.
             yield from _note(shard, error)
-            given_up = True
+            return True
         if given_up:
             yield from self._wake("count", shard)
         return given_up
