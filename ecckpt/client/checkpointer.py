@@ -233,7 +233,7 @@ class Checkpointer:
         What ``restore`` does, but for the reading: None if there never was a generation. All ranks
         call it. Raises ``NothingToRestore``, ``RankTimeout``.
         """
-        with self._performer.calls_in_parallel():
+        with collector_paused(), self._performer.calls_in_parallel():
             order = self._performer.run(self._session.find(Wanted(step)))
         if order.header is None:
             return None

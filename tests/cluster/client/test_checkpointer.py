@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 import ecckpt
 from ecckpt.client.cluster.local_agent import local_client
-from ecckpt.client.save.commit_protocol import see_through
+from ecckpt.client.save.commit_protocol import CommitProtocol
 from ecckpt.errors import InvalidConfig, InvalidMessage, NothingToRestore, StateMismatch, WrongOrder
 from ecckpt.format.ids import ShardId
 from ecckpt.protocol.agent_client import shard_path
@@ -129,9 +130,11 @@ def test_a_roll_back_holds_until_something_newer_is_asked_for_by_name(
         world.restore([old])
         assert world.save(3, [old])[0].wait(30)
         # Nobody counts and tells: so both steps stay.
+        see_through = CommitProtocol.see_through
         monkeypatch.setattr(
-            "ecckpt.client.save.watcher.see_through",
-            lambda shard, ranks, counted: see_through(shard, ranks, counted=False),
+            CommitProtocol,
+            "see_through",
+            lambda self, save: see_through(self, replace(save, counted=False)),
         )
         assert world.checkpointers[0].save(9, new, patience_s=30).wait(30)
     monkeypatch.undo()

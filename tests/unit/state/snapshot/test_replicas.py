@@ -237,7 +237,7 @@ def test_a_run_saves_once_and_restores_everywhere(cluster: LocalCluster) -> None
         handles = world.save(1, states)
         assert all(handle.wait(30) for handle in handles)
         assert [
-            world._store.check([f"ecckpt/{world.checkpointers[0]._meeting.session}/{key}"])
+            world._store.check([f"ecckpt/{handles[0].generation.session}/{key}"])
             for key in (
                 f"claim/{handles[0].generation}/digest",
                 f"claim/{handles[0].generation}/sums",
