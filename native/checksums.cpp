@@ -1,35 +1,44 @@
+// Implements checksums.h. A pass of an engine without outputs takes the checksums of its inputs.
+
 #include "checksums.h"
 
 #include <algorithm>
 #include <mutex>
 #include <vector>
 
-#include "crc_joining.h"
-#include "sharing.h"
+#include "crc_combine.h"
+#include "parallel_for.h"
 
 namespace ecckpt {
 namespace {
 
-// A long range is read in so many places at once: the hardware prefetchers follow each of them.
+// A long span is read as several streams at once: the hardware prefetchers follow each of them.
 constexpr std::size_t streams = 4;
 constexpr std::size_t least_stream_bytes = std::size_t{64} << 10;
 
-// Starting a thread costs as much as reading about this much.
-constexpr std::size_t least_share_bytes = std::size_t{1} << 20;
-
-constexpr std::size_t page_bytes = 4096;
-
-// A range that the border between two threads cuts: the CRC of a part of it.
-struct Part {
+// The CRC of a part of a span, where the border between two threads divides the span.
+struct PartOfSpan {
     std::size_t span, begin, length;
     std::uint32_t checksum;
 };
 
 void append(const Engine &engine, const std::uint8_t *const *inputs, std::size_t count,
             std::size_t length, std::uint32_t *checksums) {
-    std::uint32_t none = 0;  // checksums of inputs come only with those of outputs: there are none
-    const Pass pass = {inputs, count, count, nullptr, nullptr, 0, 0, length, nullptr, checksums,
-                       &none, false};
+    std::uint32_t none = 0;  // a pass that takes checksums of inputs needs a table for outputs too
+    const Pass pass = {
+        .inputs = inputs,
+        .input_count = count,
+        .coded_count = count,
+        .copies = nullptr,
+        .outputs = nullptr,
+        .output_count = 0,
+        .offset = 0,
+        .length = length,
+        .coefficients = nullptr,
+        .input_crcs = checksums,
+        .output_crcs = &none,
+        .streaming = false,
+    };
     engine.code(pass);
 }
 
@@ -49,7 +58,7 @@ std::uint32_t checksum(const Engine &engine, const std::uint8_t *bytes, std::siz
     if (tail_bytes > 0) append(engine, &tail, 1, tail_bytes, &checksums[streams - 1]);
     std::uint32_t whole = checksums[0];
     for (std::size_t j = 1; j < streams; ++j)
-        whole = joined_crc(whole, checksums[j], j + 1 < streams ? stride : stride + tail_bytes);
+        whole = combined_crc(whole, checksums[j], j + 1 < streams ? stride : stride + tail_bytes);
     return whole;
 }
 
@@ -64,9 +73,9 @@ public:
             total += length_of(at);
             if (length_of(at) == 0) checksums_[at] = 0;
         }
-        share_out(total, page_bytes, least_share_bytes, threads,
-                  [this](std::size_t begin, std::size_t end) { take_share(begin, end); });
-        join_parts();
+        parallel_for(total, least_share_bytes, threads,
+                     [this](std::size_t begin, std::size_t end) { take_share(begin, end); });
+        combine_parts();
     }
 
 private:
@@ -74,7 +83,7 @@ private:
         return static_cast<std::size_t>(spans_[at].length);
     }
 
-    // Takes the bytes `begin` .. `end` of all ranges laid end to end.
+    // Takes the bytes `begin` .. `end` of the concatenation of all spans.
     void take_share(std::size_t begin, std::size_t end) {
         std::size_t at = 0, start = 0;
         for (; start < end; start += length_of(at), ++at) {
@@ -83,8 +92,12 @@ private:
             const std::size_t stop = std::min(end - start, length);
             if (stop <= skipped) continue;
             const auto *bytes = reinterpret_cast<const std::uint8_t *>(spans_[at].address);
-            const Part part = {at, skipped, stop - skipped,
-                               checksum(engine_, bytes + skipped, stop - skipped)};
+            const PartOfSpan part = {
+                .span = at,
+                .begin = skipped,
+                .length = stop - skipped,
+                .checksum = checksum(engine_, bytes + skipped, stop - skipped),
+            };
             if (part.length == length) {
                 checksums_[at] = part.checksum;
             } else {
@@ -94,14 +107,14 @@ private:
         }
     }
 
-    void join_parts() {
-        std::sort(parts_.begin(), parts_.end(), [](const Part &a, const Part &b) {
+    void combine_parts() {
+        std::sort(parts_.begin(), parts_.end(), [](const PartOfSpan &a, const PartOfSpan &b) {
             return a.span != b.span ? a.span < b.span : a.begin < b.begin;
         });
-        for (const Part &part : parts_)
+        for (const PartOfSpan &part : parts_)
             checksums_[part.span] =
                 part.begin == 0 ? part.checksum
-                                : joined_crc(checksums_[part.span], part.checksum, part.length);
+                                : combined_crc(checksums_[part.span], part.checksum, part.length);
     }
 
     const Engine &engine_;
@@ -109,7 +122,7 @@ private:
     const std::size_t count_;
     std::uint32_t *checksums_;
     std::mutex parts_mutex_;
-    std::vector<Part> parts_;
+    std::vector<PartOfSpan> parts_;
 };
 
 }  // namespace

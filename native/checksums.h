@@ -1,10 +1,10 @@
-// CRC32C of many separate ranges as one operation.
+// Computes the CRC32C of many separate ranges in one call.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels.h"
+#include "engine.h"
 
 namespace ecckpt {
 
@@ -13,8 +13,8 @@ struct Span {
     std::int64_t length;
 };
 
-// Puts the CRC32C of each range into `checksums`; lengths are at least 0. `threads` (at least 1)
-// share the bytes evenly, however they are spread over the ranges.
+// Writes the CRC32C of each span to `checksums`. Lengths are at least 0. Up to `threads` threads
+// (at least 1) take equal numbers of bytes, even if one span has most of them.
 void checksum_spans(const Engine &engine, const Span *spans, std::size_t count,
                     std::uint32_t *checksums, std::size_t threads);
 

@@ -1,21 +1,18 @@
+// Implements copying.h.
+
 #include "copying.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "sharing.h"
+#include "parallel_for.h"
 
 namespace ecckpt {
 namespace {
 
-// From this total on, targets go past the caches, even when each range is small: they would push
-// each other out, and every cached store would first read the line that it overwrites.
+// From this total on, stores bypass the caches, even if each range is small. The targets would
+// evict each other, and every ordinary store would first read the line that it overwrites.
 constexpr std::size_t streaming_total_bytes = std::size_t{4} << 20;
-
-// Starting a thread costs as much as copying about this much.
-constexpr std::size_t least_share_bytes = std::size_t{1} << 20;
-
-constexpr std::size_t page_bytes = 4096;
 
 using Copy = void (*)(const std::uint8_t *, std::uint8_t *, std::size_t);
 
@@ -23,8 +20,8 @@ void copy_cached(const std::uint8_t *source, std::uint8_t *target, std::size_t l
     if (length > 0) std::memcpy(target, source, length);
 }
 
-// Copies the bytes `begin` .. `end` of all ranges laid end to end.
-void copy_share(Copy copy, const Range *ranges, std::size_t begin, std::size_t end) {
+// Copies the bytes `begin` .. `end` of the concatenation of all ranges.
+void copy_share(Copy copy, const CopyRange *ranges, std::size_t begin, std::size_t end) {
     for (std::size_t at = 0; at < end; ++ranges) {
         const auto length = static_cast<std::size_t>(ranges->length);
         const std::size_t skipped = begin > at ? std::min(begin - at, length) : 0;
@@ -40,17 +37,16 @@ void copy_share(Copy copy, const Range *ranges, std::size_t begin, std::size_t e
 
 }  // namespace
 
-void copy_ranges(const Engine &engine, const Range *ranges, std::size_t count,
+void copy_ranges(const Engine &engine, const CopyRange *ranges, std::size_t count,
                  std::size_t threads) {
     std::size_t total = 0;
     for (std::size_t row = 0; row < count; ++row)
         total += static_cast<std::size_t>(ranges[row].length);
     const Copy copy = total >= streaming_total_bytes ? engine.copy : copy_cached;
-    // Whole pages, so that no two threads write the same cache line of a page-aligned range.
-    share_out(total, page_bytes, least_share_bytes, threads,
-              [copy, ranges](std::size_t begin, std::size_t end) {
-                  copy_share(copy, ranges, begin, end);
-              });
+    parallel_for(total, least_share_bytes, threads,
+                 [copy, ranges](std::size_t begin, std::size_t end) {
+                     copy_share(copy, ranges, begin, end);
+                 });
 }
 
 }  // namespace ecckpt

@@ -1,6 +1,7 @@
-// Which engines this machine can run. The order of the list below is the order of preference.
+// The list of engines that this build has, in order of preference, and the choice of those that the
+// machine can run.
 
-#include "kernels.h"
+#include "engine.h"
 
 #if ECCKPT_X86
 #include <xmmintrin.h>

@@ -1,16 +1,17 @@
-// Plain C++: the engine of every CPU, and the one to read first.
+// The engine in plain C++, for every CPU. It is the simplest one: read it first. It does not use
+// pass_driver.h, whose loops are for sums in vector registers.
 
 #include <cstring>
 
-#include "field.h"
-#include "kernels.h"
+#include "engine.h"
+#include "polynomials.h"
 
 namespace ecckpt {
 namespace {
 
-constexpr std::size_t tile_bytes = 2048;  // an output is summed up in the L1 cache
+constexpr std::size_t tile_bytes = 2048;  // small enough that a sum stays in the L1 cache
 
-// -- CRC32C, eight bytes a step -------------------------------------------------------------------
+// -- CRC32C, eight bytes per step -----------------------------------------------------------------
 
 struct CrcTables {
     std::uint32_t of[8][256];  // of[z][b]: the register after byte b and z zero bytes
@@ -54,7 +55,7 @@ struct Products {
     std::uint8_t of[256][256];
 };
 
-// Filled on first use: 64 KiB are too many for the compiler to compute quickly.
+// The first call fills the table: the compiler would take long to compute 64 KiB.
 const Products &products() {
     static const Products table = [] {
         Products made;
@@ -100,6 +101,12 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Engine scalar_engine = {"scalar", 8, supported, code, copy};
+const Engine scalar_engine = {
+    .name = "scalar",
+    .pass_outputs = 8,
+    .supported = supported,
+    .code = code,
+    .copy = copy,
+};
 
 }  // namespace ecckpt

@@ -1,4 +1,4 @@
-// The Python face of the engines: checks pointers and sizes, drops the GIL, calls.
+// The Python module: checks the arguments, releases the GIL and calls the native code.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -57,7 +57,7 @@ std::vector<Pointer> pointers(const std::vector<Array> &arrays, std::size_t leng
     return found;
 }
 
-// One pointer per input; none at all if there is nothing to copy.
+// Returns one pointer per input, or an empty vector if nothing is copied.
 std::vector<std::uint8_t *> copy_pointers(const std::vector<std::optional<Output>> &copies,
                                           std::size_t input_count, std::size_t length) {
     require(copies.empty() || copies.size() == input_count, "one copy, or None, per input");
@@ -95,18 +95,18 @@ void code(const std::string &engine_name, nb::bytes coefficients, const std::vec
     const auto targets = pointers<std::uint8_t *>(outputs, length);
     const auto copied = copy_pointers(copies, inputs.size(), length);
     const ecckpt::CodingJob job = {
-        sources.data(),
-        sources.size(),
-        coded_count,
-        copied.empty() ? nullptr : copied.data(),
-        targets.data(),
-        targets.size(),
-        reinterpret_cast<const std::uint8_t *>(coefficients.c_str()),
-        length,
-        block_bytes,
-        checksums(input_checksums, inputs.size(), rows),
-        checksums(output_checksums, outputs.size(), rows),
-        threads,
+        .inputs = sources.data(),
+        .input_count = sources.size(),
+        .coded_count = coded_count,
+        .copies = copied.empty() ? nullptr : copied.data(),
+        .outputs = targets.data(),
+        .output_count = targets.size(),
+        .coefficients = reinterpret_cast<const std::uint8_t *>(coefficients.c_str()),
+        .length = length,
+        .block_bytes = block_bytes,
+        .input_checksums = checksums(input_checksums, inputs.size(), rows),
+        .output_checksums = checksums(output_checksums, outputs.size(), rows),
+        .threads = threads,
     };
     nb::gil_scoped_release released;
     ecckpt::code_fragments(engine, job);
@@ -114,9 +114,9 @@ void code(const std::string &engine_name, nb::bytes coefficients, const std::vec
 
 void copy_ranges(const std::string &engine_name, Ranges ranges, std::size_t threads) {
     const ecckpt::Engine &engine = engine_named(engine_name);
-    static_assert(sizeof(ecckpt::Range) == 3 * sizeof(std::int64_t));
+    static_assert(sizeof(ecckpt::CopyRange) == 3 * sizeof(std::int64_t));
     require(threads > 0, "threads is 0");
-    const auto *rows = reinterpret_cast<const ecckpt::Range *>(ranges.data());
+    const auto *rows = reinterpret_cast<const ecckpt::CopyRange *>(ranges.data());
     const std::size_t count = ranges.shape(0);
     for (std::size_t row = 0; row < count; ++row)
         require(rows[row].length >= 0, "a range of negative length");

@@ -1,11 +1,11 @@
-// The order in which a large copy walks through memory; how one line moves is the engine's.
+// The copying loop of the x86 engines. An engine supplies the function that copies one cache line.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-#include "kernels.h"
+#include "engine.h"
 
 namespace ecckpt {
 namespace {
@@ -15,10 +15,10 @@ constexpr std::size_t stream_bytes = std::size_t{64} << 10;
 constexpr std::size_t step_bytes = 2 * line_bytes;
 constexpr std::size_t copy_ahead_bytes = 256;
 
-// Copies with `move_line(source, target)`, which moves 64 bytes to an aligned target.
-// Four stretches advance together, far enough apart that the hardware prefetchers follow each of
-// them: a single stream would leave part of the memory bandwidth unused.
-template <void (*move_line)(const std::uint8_t *, std::uint8_t *)>
+// Copies with `copy_line(source, target)`, which copies 64 bytes to an aligned target.
+// Four streams advance together, so far apart that the hardware prefetchers follow each of them. A
+// single stream would leave part of the memory bandwidth unused.
+template <void (*copy_line)(const std::uint8_t *, std::uint8_t *)>
 void copy_lines(const std::uint8_t *source, std::uint8_t *target, std::size_t length) {
     const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(target)) % line_bytes;
     if (length < head + copy_streams * step_bytes) {
@@ -35,7 +35,7 @@ void copy_lines(const std::uint8_t *source, std::uint8_t *target, std::size_t le
                 for (std::size_t line = 0; line < step_bytes; line += line_bytes) {
                     const std::size_t here = at + stream * stride + line;
                     __builtin_prefetch(source + here + copy_ahead_bytes);
-                    move_line(source + here, target + here);
+                    copy_line(source + here, target + here);
                 }
         at += (copy_streams - 1) * stride;
     }

@@ -1,40 +1,42 @@
 """What a training program uses: Checkpointer, with save, restore and close.
 
-The save path, downwards: ``saver.py`` plans the shard (state/), takes the slot that was reserved at
-the node's agent after the save before (reserving.py), copies the state into it and returns. The
-agent (agent/protect.py) encodes the slot and has peers hold the fragments; ``saving.Watcher`` sees
-that through and commits.
+It joins the run (cluster/join.py) and performs the routines of its session (rank_session.py) with
+threads (threads.py). docs/ARCHITECTURE.md lists the files of a save and of a restore in order.
 """
 
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ecckpt.client.cluster import local_agent as node_agents
 from ecckpt.client.cluster.join import join
 from ecckpt.client.cluster.rendezvous import meet
-from ecckpt.client.cluster.requests import Asking
+from ecckpt.client.cluster.requests import Requests
 from ecckpt.client.config import ClusterConfig, NodeConfig, named
+from ecckpt.client.deadlines import BRING_SHARE, COMMIT_S, peer_patience_s
+from ecckpt.client.effects import Lane
 from ecckpt.client.handles import SaveHandle
-from ecckpt.client.restore.protocol import Order, Wanted
-from ecckpt.client.restore.restorer import FoundGeneration, Restored, Restorer
-from ecckpt.client.save.archive_protocol import Disks
-from ecckpt.client.save.archive_thread import Storer
-from ecckpt.client.save.saver import Saver
-from ecckpt.client.save.ticket import Ticket
+from ecckpt.client.held_ticket import HeldTicket
+from ecckpt.client.rank_session import RankSession
+from ecckpt.client.restore.found import FoundGeneration
+from ecckpt.client.restore.protocol import Wanted
+from ecckpt.client.restore.restorer import Restored
 from ecckpt.client.slot_mappings import Slots
-from ecckpt.errors import InvalidConfig
+from ecckpt.client.state_effects import StateEffects
+from ecckpt.client.threads import ThreadPerformer
+from ecckpt.errors import InvalidConfig, SaveTimedOut
 from ecckpt.format.ids import Generation
+from ecckpt.memory.gc_pause import collector_paused
 from ecckpt.memory.native import prefer
 from ecckpt.policy.placement import CodeSpec
 from ecckpt.policy.retention import Keep
 from ecckpt.protocol.tracing import Tracer
 from ecckpt.state.snapshot.plan import ShardPlan
+from ecckpt.state.snapshot.replicas import Replicas
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -76,7 +78,6 @@ class Checkpointer:
         VersionMismatch, RankTimeout: on all ranks alike.
     """
 
-    _restores = 0
     _closed = False
 
     def __init__(
@@ -113,29 +114,27 @@ class Checkpointer:
             Keep(keep, keep_every_steps),
             named(replicated),
         )
-        self._node = NodeConfig.from_environment(root)
-        prefer(self._node.engine)
+        node = NodeConfig.from_environment(root)
+        prefer(node.engine)
         self._strict = strict
-        meeting = self._meeting = meet(store, rank=rank, world_size=world_size)
-        self._cluster, local_ranks = join(
-            meeting, self._config, self._node, agents=agents, memory_bytes=memory_bytes
+        meeting = meet(store, rank=rank, world_size=world_size)
+        self._cluster, self._connections = join(
+            meeting, self._config, node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
-        self._tracer = Tracer()
-        asking = Asking(self._config, self._cluster, meeting.rank, meeting.world_size, local_ranks)
-        # Rank 0 decides for all; on others it is never begun.
-        disks = self._disks(disk_bytes, asking.least)
-        self._storer = Storer(run, self._cluster.peers, disks)
-        self._saver = Saver(
-            asking,
-            meeting,
+        self._effects = StateEffects(
+            self._connections,
             self._slots,
-            self._tracer,
-            self._storer,
-            strict=strict,
-            node=self._as_it_was(),
-            revive=self._revive_agent,
+            rank=self._cluster.rank,
+            ranks=self._cluster.ranks,
+            replicas=Replicas(self._config.replicated, self._cluster.rank, self._cluster.ranks),
+            home=self._cluster.home,
         )
+        self._performer = ThreadPerformer(
+            self._connections, Tracer(), self._effects.table, meeting=meeting, lanes=list(Lane)
+        )
+        requests = Requests(self._config, self._cluster)
+        self._session = RankSession(requests, disk_bytes=disk_bytes, strict=strict)
         atexit.register(self.close)
 
     @property
@@ -156,12 +155,12 @@ class Checkpointer:
     @property
     def timeline(self) -> int | None:
         """The current timeline; None before ``restore``."""
-        return self._saver.timeline
+        return self._session.saver.timeline
 
     @property
     def skipped(self) -> int:
         """How many saves this rank has skipped (see ``save``)."""
-        return self._saver.skipped
+        return self._session.saver.skipped
 
     def due(self, step: int) -> bool:
         """Whether the cadence asks for a save after this step; the same on all ranks."""
@@ -173,7 +172,7 @@ class Checkpointer:
         What a loss of power of the whole cluster comes back to. Asks the agent; raises
         ``AgentUnreachable``.
         """
-        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        run = self._connections.agent.status()["runs"].get(self._config.run, {})
         stored = run.get("stored", ())
         return Generation.parse(stored[-1]) if stored else None
 
@@ -184,7 +183,7 @@ class Checkpointer:
         again in the background. None while that is not known. The margin of the run is the least
         of all nodes. Asks this node's agent; raises ``AgentUnreachable``.
         """
-        run = self._cluster.agent.status()["runs"].get(self._config.run, {})
+        run = self._connections.agent.status()["runs"].get(self._config.run, {})
         margin: int | None = run["guard"]["margin"] if run.get("guard") else None
         return margin
 
@@ -211,39 +210,20 @@ class Checkpointer:
             WrongOrder: before ``restore``, or for a step that is not after the last one.
             InvalidConfig: for a ``patience_s`` below 0.
         """
-        return self._saver.save(step, state, patience_s)
-
-    def _disks(self, budget_bytes: int, least: int) -> Disks:
-        return Disks(
-            every=self._config.disk_every if self._meeting.rank == 0 else 0,
-            keep=self._config.keep,
-            budget_bytes=budget_bytes,
-            ranks=self._meeting.world_size,
-            least=least,
-        )
-
-    def _revive_agent(self) -> None:
-        """Start this node's agent again, as the node it was, at the address its peers know."""
-        node_agents.find_or_start(self._as_it_was())
-
-    def _as_it_was(self) -> NodeConfig:
-        home = self._cluster.home
-        disk = self._cluster.disk
-        return replace(
-            self._node, node=home.node, domain=home.domain, listen=home.address, disk=disk
-        )
+        return self._performer.run(self._session.save(step, state, patience_s))
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
 
-    def ticket(self, step: int) -> Ticket:
+    def ticket(self, step: int) -> HeldTicket:
         """The right to save this rank's shard of ``step`` by other means than ``save``.
 
         All ranks take one for the same step. What came of the ticket before is asked of the agents;
         if nothing, its shard gives way. Raises ``WrongOrder`` as ``save`` does.
         """
-        return self._saver.ticket(step)
+        ticket = self._performer.run(self._session.ticket(step))
+        return HeldTicket(ticket, self._connections)
 
-    def stage(self, ticket: Ticket, plan: ShardPlan) -> None:
+    def stage(self, ticket: HeldTicket, plan: ShardPlan) -> None:
         """``ticket.stage`` in this process, where slots are mapped already."""
         ticket.stage(plan, self._slots)
 
@@ -253,11 +233,21 @@ class Checkpointer:
         What ``restore`` does, but for the reading: None if there never was a generation. All ranks
         call it. Raises ``NothingToRestore``, ``RankTimeout``.
         """
-        self._saver.settle()
-        restorer = self._restorer()
-        order, found = restorer.find(Wanted(step))
-        self._begin(order, restorer, found.generation if found else None)
-        return found
+        with self._performer.calls_in_parallel():
+            order = self._performer.run(self._session.find(Wanted(step)))
+        if order.header is None:
+            return None
+        timeout_s = BRING_SHARE * self._config.restore_timeout_s
+        patience_s = peer_patience_s(self._config.restore_timeout_s)
+        return FoundGeneration(
+            generation=order.header.shard.generation,
+            saved_by=order.header.world_size,
+            margin=order.margin,
+            rejected=order.rejected,
+            shards=order.shards,
+            peers=self._effects.peers(patience_s=patience_s, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+        )
 
     # -- restore ----------------------------------------------------------------------------------
 
@@ -312,35 +302,11 @@ class Checkpointer:
             raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
         if isinstance(generation, str):
             generation = Generation.parse(generation)
-        self._saver.settle()
-        restorer = self._restorer(assign=assign)
-        order, restored = restorer.run(
-            state, Wanted(step, generation), required=resume == "required"
-        )
-        self._begin(order, restorer, restored.generation if restored else None)
-        self._saver.call(self._saver.send_spans)
-        if restored is not None:
-            assert order.header is not None
-            self._saver.protect_again(order.header, order.repair, restored.reprotection)
-        return restored
-
-    def _restorer(self, *, assign: bool = False) -> Restorer:
-        self._restores += 1
-        return Restorer(
-            self._meeting,
-            self._cluster,
-            self._slots,
-            number=self._restores,
-            after=self._saver.timeline or 0,
-            timeout_s=self._config.restore_timeout_s,
-            tracer=self._tracer,
-            assign=assign,
-        )
-
-    def _begin(self, order: Order, restorer: Restorer, parent: Generation | None) -> None:
-        self._storer.begin(order.timeline, restorer.leader.on_disk, restorer.leader.roll_backs)
-        self._saver.call(restorer.leader.tell)
-        self._saver.begin(order.timeline, parent)
+        wanted, required = Wanted(step, generation), resume == "required"
+        with collector_paused(), self._performer.calls_in_parallel():
+            return self._performer.run(
+                self._session.restore(state, wanted, required=required, assign=assign)
+            )
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -357,9 +323,19 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._saver.close()
+        saver, performer = self._session.saver, self._performer
+        performer.change(saver.begin_close)
+        # More than a last save, a re-protection and telling the agents of it may take.
+        told_s = COMMIT_S * (len(self._cluster.share) + 1)
+        settled = performer.close_lane(Lane.FOLLOW, 2 * self._config.save_timeout_s + told_s)
+        if not settled:
+            for handle in saver.unfinished():
+                late = SaveTimedOut("the store of the ranks does not answer")
+                handle.finish(late, time.monotonic())
+        performer.run(self._session.close(settled=settled))
+        performer.close()
         self._slots.close()
-        latest = self._saver.latest
+        latest = saver.latest
         if self._strict and latest is not None and latest.error is not None:
             raise latest.error
 

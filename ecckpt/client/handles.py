@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from ecckpt.errors import EcckptError, SaveSkipped
 from ecckpt.format.ids import Generation
@@ -18,7 +17,7 @@ class SaveHandle:
     took after the snapshot.
     """
 
-    def __init__(self, generation: Generation | None, step: int) -> None:
+    def __init__(self, generation: Generation | None, step: int, *, began_s: float = 0.0) -> None:
         self.generation, self.step = generation, step
         self.stall_s = 0.0
         self.shard_bytes = 0
@@ -28,12 +27,12 @@ class SaveHandle:
         self.committed_s = 0.0
         self.problems: tuple[str, ...] = ()
         self.error: EcckptError | None = None
-        self._began_s = self._staged_s = time.monotonic()
+        self.began_s = self._staged_s = began_s  # on the performer's clock
         self._staged = threading.Event()
         self._protected = threading.Event()
         self._committed = threading.Event()
         self._done = threading.Event()
-        self._left = threading.Event()
+        self.left = False  # whether the next save may begin
 
     @property
     def staged(self) -> bool:
@@ -83,15 +82,6 @@ class SaveHandle:
 
     # -- for the code that moves it on ------------------------------------------------------------
 
-    def wait_left(self, timeout_s: float) -> bool:
-        """Wait until the next save may begin; False if that took longer."""
-        return self._left.wait(timeout_s)
-
-    @property
-    def age_s(self) -> float:
-        """Since when it is under way."""
-        return time.monotonic() - self._began_s
-
     @property
     def waits_for(self) -> str:
         """What the next save waits for, in words."""
@@ -101,9 +91,9 @@ class SaveHandle:
             return "waiting for other ranks' shards"
         return "waiting for this rank's shard to be protected"
 
-    def mark_staged(self) -> None:
+    def mark_staged(self, now_s: float) -> None:
         """The snapshot is complete."""
-        self._staged_s = time.monotonic()
+        self._staged_s = now_s
         self._staged.set()
 
     def mark_protected(self, progress: Progress) -> None:
@@ -112,14 +102,14 @@ class SaveHandle:
         self.encode_s, self.protected_s = progress.encode_s, progress.protected_s
         self._protected.set()
 
-    def finish(self, error: EcckptError | None = None) -> None:
+    def finish(self, error: EcckptError | None, now_s: float) -> None:
         """Committed, or failed with ``error``."""
         self.error = error
         if error is None:
-            self.committed_s = time.monotonic() - self._staged_s
+            self.committed_s = now_s - self._staged_s
             self._committed.set()
         self._done.set()
 
     def mark_left(self) -> None:
         """No rank is at work on it any more, or it was waited for long enough."""
-        self._left.set()
+        self.left = True

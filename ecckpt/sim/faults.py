@@ -19,6 +19,8 @@ class Faults:
     Only where there are disks: ``power`` is that of the whole cluster, ``reboot`` the share of
     losses after which a host is back with its disk; disks rot, are full, fail at all they are asked
     (sick), or take up to ``disk_slow_s`` for each thing.
+
+    ``drift`` is how likely a rank claims in a save what other ranks do not have.
     """
 
     drop: float = 0.0
@@ -47,6 +49,7 @@ class Faults:
     disk_sick_every_s: float = 0.0
     disk_slow_every_s: float = 0.0
     disk_slow_s: float = 0.0
+    drift: float = 0.0
 
     @property
     def of_disks_alone(self) -> bool:
@@ -97,4 +100,5 @@ def draw(rng: Random) -> Faults:
         disk_sick_every_s=sometimes(10.0, 100.0),
         disk_slow_every_s=sometimes(10.0, 60.0),
         disk_slow_s=rng.uniform(1.0, 20.0),
+        drift=sometimes(0.01, 0.1),
     )

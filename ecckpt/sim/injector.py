@@ -116,11 +116,11 @@ class Injector:
 
     def _kill_rank(self) -> None:
         if self._launcher.session is not None:
-            self._rng.choice(self._launcher.session.members).kill()
+            self._rng.choice(self._launcher.members).kill()
 
     def _stall_rank(self) -> None:
         if self._launcher.session is not None:
-            member = self._rng.choice(self._launcher.session.members)
+            member = self._rng.choice(self._launcher.members)
             member.stall(self._rng.uniform(0.0, self._faults.stall_s))
 
     def _rot(self) -> None:

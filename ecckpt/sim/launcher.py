@@ -10,7 +10,7 @@ from ecckpt.policy.survival import plan_recovery
 from ecckpt.sim.hosts.host import SimulatedCluster, SimulatedHost
 from ecckpt.sim.run_config import Rules
 from ecckpt.sim.session import Session
-from ecckpt.sim.trainer import Rank
+from ecckpt.sim.trainer import Trainer
 from ecckpt.sim.truth.counts import Counts
 from ecckpt.sim.truth.ledger import Truth
 from ecckpt.sim.world import Actor, Steps, sleep
@@ -44,7 +44,9 @@ class Launcher(Actor):
         self._ranks, self._sizes = ranks, sizes
         self._sessions = 0
         self._homes: list[str] = []
-        self._started: list[Rank] = []  # those of ended sessions that were out of reach, too
+        self.members: list[Trainer] = []  # of the session
+        self._failed: set[int] = set()
+        self._started: list[Trainer] = []  # those of ended sessions that were out of reach, too
         self.truth = self._new_run()
 
     @property
@@ -55,7 +57,7 @@ class Launcher(Actor):
         counts.add(self.truth.counts)
         return counts
 
-    def end_ranks(self, chosen: Callable[[Rank], bool]) -> None:
+    def end_ranks(self, chosen: Callable[[Trainer], bool]) -> None:
         """Kill those ranks, of whatever session."""
         for member in self._started:
             if chosen(member):
@@ -76,11 +78,10 @@ class Launcher(Actor):
                 yield sleep(2.0)
                 continue
             self.session = session = self._start(hosts)
-            self._started += session.members
-            session.begin()
-            while not session.failed:
+            self._begin(session)
+            while not (self._failed or any(not member.alive for member in self.members)):
                 yield sleep(1.0)
-            for member in session.members:
+            for member in self.members:
                 frozen = member.stalled and self.world.chance(0.5)
                 if not frozen and network.passes("launcher", member.host.node):
                     member.kill()
@@ -94,6 +95,15 @@ class Launcher(Actor):
                 for host in self._cluster.hosts.values():
                     host.tidy()  # or they would stop the new run (decision 13)
                 self.truth = self._new_run()
+
+    def _begin(self, session: Session) -> None:
+        hosts, failed = session.hosts, self._failed = session.hosts, set()
+        self.members = [
+            Trainer(session, rank, hosts[home]) for rank, home in enumerate(session.homes)
+        ]
+        self._started += self.members
+        for member in self.members:
+            member.spawn(member.main(), ended=lambda _, rank=member.rank: failed.add(rank))  # type: ignore[misc]
 
     def _new_run(self) -> Truth:
         """What a person does when nothing is left: give the run another name."""

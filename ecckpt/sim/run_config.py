@@ -9,6 +9,8 @@ from ecckpt.format.fragment_file import HOME, Header, fragment_bytes_for
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.policy.retention import Keep
 
+BLOCK_BYTES = 4096  # small, so that a small shard has several rows
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -16,7 +18,8 @@ class Rules:
 
     ``roll_back`` and ``reshape`` are how likely a session goes back to a generation by name, and
     how likely it has another number of ranks than the one before. Without ``disk_every`` there are
-    no disks.
+    no disks. With ``tickets`` ranks save by them, as DCP does; with ``replicated`` each rank claims
+    that a part of its state is on all ranks.
     """
 
     k: int
@@ -33,6 +36,8 @@ class Rules:
     disk_every: int
     disk_bytes: int
     keep: Keep
+    tickets: bool
+    replicated: bool
 
     def __str__(self) -> str:
         habits = "".join(
@@ -42,12 +47,9 @@ class Rules:
         )
         if self.disk_every:
             habits += f", disk_every={self.disk_every}, {self.keep}"
+        habits += ", by tickets" if self.tickets else ""
+        habits += ", replicated" if self.replicated else ""
         return f"RS({self.k}, {self.m}){habits}"
-
-    @property
-    def patience_s(self) -> float:
-        """For one request of a restore, as ``Restorer`` has it."""
-        return min(10.0, self.restore_timeout_s / 4)
 
     @property
     def least(self) -> int:
@@ -64,7 +66,7 @@ class Rules:
             m=self.m,
             shard_bytes=self.shard_bytes,
             fragment_bytes=fragment_bytes_for(self.shard_bytes, self.k),
-            block_bytes=4096,
+            block_bytes=BLOCK_BYTES,
             home=home,
             parent=parent,
             created_unix_s=0,

@@ -6,27 +6,29 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from ecckpt.client.cluster.members import Cluster
+from ecckpt.client.cluster.requests import Requests
+from ecckpt.client.config import ClusterConfig
 from ecckpt.client.restore.protocol import Wanted
-from ecckpt.errors import EcckptError, SaveFailed
-from ecckpt.format.fragment_file import Header
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.errors import EcckptError, RankTimeout, SaveFailed
+from ecckpt.format.ids import ShardId
 from ecckpt.policy.placement import Placement
-from ecckpt.protocol.messages.save import Target
 from ecckpt.sim.hosts.host import SimulatedHost
 from ecckpt.sim.hosts.network import SimulatedNetwork
-from ecckpt.sim.run_config import Rules, content_of
-from ecckpt.sim.trainer import Rank
+from ecckpt.sim.run_config import BLOCK_BYTES, Rules, content_of
 from ecckpt.sim.truth.ledger import Truth
-from ecckpt.sim.world import Actor, Failure, Process, Steps, Wait, World, sleep
+from ecckpt.sim.world import Process, Steps, Wait, World, sleep
 
 _STORE_PATIENCE_S = 30.0
 _STORE_S = 0.001
 
 
 class Session:
-    """Ranks and their store, which lives on the first rank's host; ``wanted`` is what it is for.
+    """What its ranks share: their store on the first rank's host, and their pace.
 
-    ``required``: it may not begin from scratch.
+    ``wanted`` is what they restore.
+
+    ``required``: they may not begin from scratch.
     """
 
     def __init__(
@@ -53,46 +55,52 @@ class Session:
         self.wanted = wanted
         self.required = required
         self.nothing_left = False
-        self.members = [Rank(self, rank, hosts[home]) for rank, home in enumerate(homes)]
-        self._failed: set[int] = set()
+        self.timeline = 0  # as rank 0 begins it
+        self.values: dict[str, bytes] = {}  # of the store
         self._counters: Counter[str] = Counter()
         self._board: dict[str, dict[int, Any]] = defaultdict(dict)
-        self._answers: dict[str, Any] = {}
+        self._answers: dict[str, list[Any] | EcckptError] = {}
         self._waiting: dict[str, list[Process]] = defaultdict(list)
-        self._words: set[str] = set()
         self._paced: list[Process] = []
         self._local = Counter(homes)
-
-    def begin(self) -> None:
-        """Start the ranks."""
-        for member in self.members:
-            member.spawn(member.main(), ended=lambda _, rank=member.rank: self._failed.add(rank))  # type: ignore[misc]
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank has ended or died."""
-        return bool(self._failed) or any(not member.alive for member in self.members)
+        self._store_host = hosts[homes[0]]
 
     # -- what ranks know --------------------------------------------------------------------------
 
-    def local_ranks(self, node: str) -> int:
-        """How many ranks have their home there."""
-        return self._local[node]
-
-    def targets(self, node: str) -> tuple[Target, ...]:
-        """The holders of a home's fragments."""
-        holders = self.placement.holders[node]
-        return tuple(Target(index, each, each) for index, each in enumerate(holders))
-
-    def header(self, shard: ShardId, home: str, parent: Generation | None) -> Header:
-        """Of a shard that is about to be saved."""
-        return self.rules.header(shard, ranks=self.ranks, home=home, parent=parent)
+    def requests(self, rank: int) -> Requests:
+        """The messages of a rank, made of the run's configuration and the cluster as it sees it."""
+        rules, homes = self.rules, self.homes
+        config = ClusterConfig(
+            run=self.run,
+            code=(rules.k, rules.m),
+            min_margin=rules.min_margin,
+            every_steps=1,
+            save_timeout_s=rules.save_timeout_s,
+            restore_timeout_s=rules.restore_timeout_s,
+            disk_every=rules.disk_every,
+            keep=rules.keep,
+        )
+        idle = [node for node in self.hosts if not self._local[node]]
+        cluster = Cluster(
+            run=self.run,
+            session=self.name,
+            rank=rank,
+            ranks=self.ranks,
+            home=homes[rank],
+            local_ranks=self._local[homes[rank]],
+            homes=tuple(homes) if rank == 0 else (),
+            share=tuple(idle[rank :: self.ranks]),
+            address={node: node for node in self.hosts},
+            placement=self.placement,
+            memory_bytes=rules.budget_bytes,
+        )
+        return Requests(config, cluster, block_bytes=lambda _: BLOCK_BYTES)
 
     def content(self, shard: ShardId) -> bytes:
         """The state of a rank at that step."""
         return content_of(self.seed, shard, self.rules.shard_bytes)
 
-    def pace(self, member: Rank) -> Wait:
+    def pace(self) -> Wait:
         """Wait for the others, as training does, and for the length of a step."""
 
         def begin(process: Process) -> None:
@@ -108,44 +116,55 @@ class Session:
 
     # -- the store --------------------------------------------------------------------------------
 
-    def add(self, counter: str, amount: int) -> int:
+    def add(self, key: str, amount: int) -> int:
         """The store's atomic counter."""
-        self._counters[counter] += amount
-        return self._counters[counter]
+        self._counters[key] += amount
+        return self._counters[key]
 
-    def leave(self, word: str) -> None:
-        """Leave a word, and wake those who wait for it."""
-        self._words.add(word)
-        self._wake(word)
+    def subtract(self, key: str, amount: int, unless: int) -> bool:
+        """Subtract from a counter unless it is at a value."""
+        if self._counters[key] == unless:
+            return False
+        self._counters[key] -= amount
+        return True
 
-    def wait_for(self, word: str, wait_s: float) -> Wait:
-        """Wait until that word is left, at most so long."""
+    def agree(self, key: str, text: str) -> str:
+        """The text that the first caller set."""
+        return self.values.setdefault(key, text.encode()).decode()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a value, and wake those who wait for it."""
+        self.values[key] = value
+        self._wake(key)
+
+    def drop(self, key: str) -> None:
+        """Remove a value or a counter."""
+        self.values.pop(key, None)
+        self._counters.pop(key, None)
+
+    def wait_for(self, key: str, wait_s: float) -> Wait:
+        """Wait until a key is set, at most so long."""
 
         def begin(process: Process) -> None:
-            if word in self._words:
+            if key in self.values:
                 self.world.after(self.world.rng.expovariate(1 / _STORE_S), process.resume, None)
                 return
-            self._waiting[word].append(process)
-            self.world.after(wait_s, self._stop_waiting, word, process)
+            self._waiting[key].append(process)
+            self.world.after(wait_s, self._late, key, process, None)
 
         return begin
 
-    def _stop_waiting(self, word: str, process: Process) -> None:
-        if process in self._waiting.get(word, ()):
-            self._waiting[word].remove(process)
-            process.resume(None)
-
-    def store(self, member: Rank, act: Callable[[], Any]) -> Steps:
+    def store(self, host: SimulatedHost, act: Callable[[], Any]) -> Steps:
         """Do something in the store, in one step. ``SaveFailed`` if it cannot be reached."""
-        yield from self._reach(member)
+        yield from self._reach(host)
         result = act()
-        yield from self._reach(member)
+        yield from self._reach(host)
         return result
 
-    def _reach(self, member: Actor) -> Steps:
-        home = self.members[0].host
+    def _reach(self, host: SimulatedHost) -> Steps:
         waited_s = 0.0
-        while not (home.on and self.network.passes(member.host.node, home.node)):  # type: ignore[attr-defined]
+        home = self._store_host
+        while not (home.on and self.network.passes(host.node, home.node)):
             if waited_s >= _STORE_PATIENCE_S or not home.on:
                 raise SaveFailed("the store cannot be reached")
             yield sleep(1.0)
@@ -153,32 +172,41 @@ class Session:
         yield sleep(self.world.rng.expovariate(1 / _STORE_S))
 
     def decide(
-        self, member: Rank, tag: str, payload: Any, lead: Callable[[list[Any]], Steps]
+        self,
+        host: SimulatedHost,
+        rank: int,
+        tag: str,
+        payload: Any,
+        lead: Callable[[list[Any]], Steps],
+        *,
+        timeout_s: float,
     ) -> Steps:
-        """All ranks bring something, the first decides, each gets its part of it."""
-        timeout_s = self.rules.restore_timeout_s
-        try:
-            yield from self._reach(member)
-        except EcckptError as error:
-            raise Failure(str(error)) from error
-        self._board[tag][member.rank] = payload
+        """All ranks bring something, the first decides, each gets its part of it, or its error."""
+        yield from self._reach(host)
+        self._board[tag][rank] = payload
         self._wake(f"{tag}/all")
-        if member.rank == 0:
-            if len(self._board[tag]) < self.ranks:
+        if rank == 0:
+            while len(self._board[tag]) < self.ranks:
                 yield self._wait(f"{tag}/all", timeout_s)
-                while len(self._board[tag]) < self.ranks:
-                    yield self._wait(f"{tag}/all", timeout_s)
-            payloads = [self._board[tag][rank] for rank in range(self.ranks)]
-            self._answers[tag] = yield from lead(payloads)
+            payloads = [self._board[tag][each] for each in range(self.ranks)]
+            try:
+                self._answers[tag] = yield from lead(payloads)
+            except EcckptError as error:
+                self._answers[tag] = error
             self._wake(tag)
         elif tag not in self._answers:
             yield self._wait(tag, 2 * timeout_s)
-        return self._answers[tag][member.rank]
+        answers = self._answers[tag]
+        if isinstance(answers, EcckptError):
+            raise answers
+        return answers[rank]
 
     def _wait(self, key: str, timeout_s: float) -> Wait:
+        late = RankTimeout(key, [], timeout_s=timeout_s)
+
         def begin(process: Process) -> None:
             self._waiting[key].append(process)
-            self.world.after(timeout_s, self._late, key, process)
+            self.world.after(timeout_s, self._late, key, process, late)
 
         return begin
 
@@ -187,7 +215,7 @@ class Session:
             delay_s = self.world.rng.expovariate(1 / _STORE_S)
             self.world.after(delay_s, process.resume, None)
 
-    def _late(self, key: str, process: Process) -> None:
+    def _late(self, key: str, process: Process, value: RankTimeout | None) -> None:
         if process in self._waiting.get(key, ()):
             self._waiting[key].remove(process)
-            process.resume(Failure(f"nobody answered {key} in time"))
+            process.resume(value)

@@ -147,6 +147,9 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
         disk_every=rng.choice([0, 0, 1, 2]),
         disk_bytes=0,
         keep=Keep(rng.choice([1, 2, 3])),
+        tickets=(tickets := rng.random() < 0.2),
+        # A writer that saves by tickets compares what ranks have in common by itself.
+        replicated=rng.random() < 0.3 and not tickets,
     )
     some = ShardId("sim", Generation(1, 0, "0" * 16), 0)
     header = rules.header(some, ranks=1, home="n0", parent=None)

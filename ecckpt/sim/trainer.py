@@ -1,69 +1,89 @@
-"""A trainer: restores with the others, then saves, step after step, until it dies.
+"""A simulated training program: restores with the others, then saves step after step.
 
-Its decisions are the real ones: ``counting.py`` for a save, ``recovery.py`` and ``ordering.py`` for
-a restore. What is written down again beside it, in ``saving.py``, ``leading.py`` and
-``restoring.py``, is the order of requests of their namesakes above the simulator.
+The rules of saving and restoring are the client's own (client/rank_session.py), performed in
+simulated time. Here is only what a user's program does with them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from ecckpt.client.cluster.requests import guard_of
-from ecckpt.errors import EcckptError, Fenced
-from ecckpt.format.ids import Generation
-from ecckpt.sim.archiving import Archiver
+from ecckpt.client.handles import SaveHandle
+from ecckpt.client.rank_session import RankSession
+from ecckpt.errors import EcckptError, Fenced, NothingToRestore
 from ecckpt.sim.hosts.host import SimulatedHost
-from ecckpt.sim.restoring import SimulatedRestorer
-from ecckpt.sim.saving import LOCAL_TIMEOUT_S, SimulatedSaver
-from ecckpt.sim.world import Actor, Failure, Steps, Wait
+from ecckpt.sim.performer import SimulatedPerformer
+from ecckpt.sim.session import Session
+from ecckpt.sim.world import Actor, Failure, Steps
 
-if TYPE_CHECKING:
-    from ecckpt.sim.session import Session
+_PATIENCE_S = 0.05
 
 
-class Rank(Actor):
-    """One process of a session, at home on a host; ``timeline`` and ``parent`` once restored."""
+class Trainer(Actor):
+    """One process of a session, at home on a host."""
 
     def __init__(self, session: Session, rank: int, host: SimulatedHost) -> None:
         super().__init__(session.world)
         self.session, self.rank, self.host = session, rank, host
-        self.timeline = 0
-        self.parent: Generation | None = None
-        self.archiver = Archiver(self)
-        self.saver = SimulatedSaver(self)
+        self._performer = SimulatedPerformer(self, session, rank, host)
+        requests = session.requests(rank)
+        self._client = RankSession(requests, disk_bytes=session.rules.disk_bytes, strict=False)
+        self._latest: list[SaveHandle] = []
 
     def main(self) -> Steps:
         """The program."""
-        step = yield from SimulatedRestorer(self).run()
-        self.spawn(self.guard())
+        step = yield from self._restore()
+        save = self._save_by_ticket if self.session.rules.tickets else self._save
         while True:
-            yield self.session.pace(self)
-            yield from self.saver.save(step)
+            yield self.session.pace()
+            try:
+                yield from save(step)
+            except EcckptError as error:
+                raise Failure(str(error)) from error
             step += 1
-            if isinstance(self.saver.error, Fenced):
+            if any(isinstance(handle.error, Fenced) for handle in self._latest):
                 raise Failure("replaced by a restart, and must end")
 
-    def guard(self) -> Steps:
-        """Have this node's agent watch over its home copies."""
+    def _restore(self) -> Steps:
+        """Restore; returns the step to go on with. Every other rank keeps its tensors in place."""
         session = self.session
-        if not session.rules.guarded:
-            return
-        guard = guard_of(
-            session.run,
-            self.host.node,
-            session.placement,
-            {node: node for node in session.hosts},
-            writer=self.timeline,
-            local_ranks=session.local_ranks(self.host.node),
-            memory_bytes=session.rules.budget_bytes,
-            timeout_s=0.5 * session.rules.save_timeout_s,
+        routine = self._client.restore(
+            None, session.wanted, required=session.required, assign=self.rank % 2 == 1
         )
         try:
-            yield self.own(guard)
-        except EcckptError:
-            return
+            restored = yield from self._performer.run(routine)
+        except EcckptError as error:
+            if isinstance(error, NothingToRestore):
+                session.nothing_left = not session.wanted.named
+            raise Failure(str(error)) from error
+        return restored.step + 1 if restored else 0
 
-    def own(self, request: Any) -> Wait:
-        """A request to this node's agent."""
-        return self.host.ask(self.host.node, request, LOCAL_TIMEOUT_S)
+    def _save(self, step: int) -> Steps:
+        handle = yield from self._performer.run(self._client.save(step, step, _PATIENCE_S))
+        self._latest = [*self._latest[-1:], handle]
+
+    def _save_by_ticket(self, step: int) -> Steps:
+        """As the DCP writer: all ranks stage and protect, tell each other, and rank 0 commits."""
+        run, session = self._performer.run, self.session
+        ticket = yield from run(self._client.ticket(step))
+        problem = ""
+        try:
+            yield from run(ticket.stage(self._performer.plan(step)))
+            yield from run(ticket.protect())
+        except Fenced:
+            raise
+        except (EcckptError, OSError) as error:
+            problem = f"rank {self.rank}: {error}"
+
+        def lead(problems: list[str]) -> Steps:
+            if not any(problems):
+                yield from run(ticket.commit())
+            return [b""] * len(problems)
+
+        timeout_s = session.rules.save_timeout_s
+        yield from session.decide(
+            self.host,
+            self.rank,
+            f"dcp/{ticket.shard.generation}",
+            problem,
+            lead,
+            timeout_s=timeout_s,
+        )

@@ -1,10 +1,10 @@
-// Runs every engine that this CPU has, without Python: under sanitizers, under emulation.
+// Checks every engine that this CPU can run, without Python: for sanitizers and for emulation.
 //
-//   check vectors FILE        cases whose results come from the oracle
-//   check random SEED COUNT   random cases, every engine against the scalar one
+//   check vectors FILE        cases whose results come from the Python reference code
+//   check random SEED COUNT   random cases; each engine must agree with the scalar one
 //
-// Prints a line per engine; ends with status 1 at the first difference. Buffers are allocated to
-// the byte, so that AddressSanitizer sees any access outside them.
+// Prints a line per engine. Exits with status 1 at the first difference. Each buffer ends where its
+// allocation ends, so that AddressSanitizer reports any access past it.
 
 #include <cstdio>
 #include <cstdlib>
@@ -16,7 +16,7 @@
 
 #include "checksums.h"
 #include "coding.h"
-#include "kernels.h"
+#include "engine.h"
 
 namespace {
 
@@ -37,7 +37,7 @@ struct Result {
     Sums input_sums, output_sums;
 };
 
-// Memory that starts `shift` bytes after a cache line and ends where the allocation ends.
+// Memory that starts `shift` bytes after a cache line and ends where its allocation ends.
 class Buffer {
 public:
     Buffer(std::size_t length, std::size_t shift, std::uint8_t fill)
@@ -94,22 +94,31 @@ Run run(const ecckpt::Engine &engine, const Case &one) {
     }
     done.input_sums.assign(one.input_count * one.rows(), 0xAAAAAAAA);
     done.output_sums.assign(one.output_count * one.rows(), 0xAAAAAAAA);
-    ecckpt::code_fragments(engine, {inputs.data(), one.input_count, one.coded_count,
-                                    one.copies ? copies.data() : nullptr, outputs.data(),
-                                    one.output_count, one.coefficients.data(), one.length,
-                                    one.block_bytes,
-                                    one.checksums ? done.input_sums.data() : nullptr,
-                                    one.checksums ? done.output_sums.data() : nullptr,
-                                    one.threads});
+    const ecckpt::CodingJob job = {
+        .inputs = inputs.data(),
+        .input_count = one.input_count,
+        .coded_count = one.coded_count,
+        .copies = one.copies ? copies.data() : nullptr,
+        .outputs = outputs.data(),
+        .output_count = one.output_count,
+        .coefficients = one.coefficients.data(),
+        .length = one.length,
+        .block_bytes = one.block_bytes,
+        .input_checksums = one.checksums ? done.input_sums.data() : nullptr,
+        .output_checksums = one.checksums ? done.output_sums.data() : nullptr,
+        .threads = one.threads,
+    };
+    ecckpt::code_fragments(engine, job);
     return done;
 }
 
 void must(bool holds, const ecckpt::Engine &engine, const Case &one, const char *what) {
     if (holds) return;
-    std::printf("%s: %s differ: %u inputs, %u coded, %u outputs, %u bytes, blocks of %u, shift %u, "
-                "%u threads, copies %d, checksums %d\n",
-                engine.name, what, one.input_count, one.coded_count, one.output_count, one.length,
-                one.block_bytes, one.shift, one.threads, one.copies, one.checksums);
+    std::printf(
+        "%s: %s differ: %u inputs, %u coded, %u outputs, %u bytes, blocks of %u, shift %u, "
+        "%u threads, copies %d, checksums %d\n",
+        engine.name, what, one.input_count, one.coded_count, one.output_count, one.length,
+        one.block_bytes, one.shift, one.threads, one.copies, one.checksums);
     std::exit(1);
 }
 
@@ -128,8 +137,10 @@ void compare(const ecckpt::Engine &engine, const Case &one, const Result &expect
 Sums span_sums(const ecckpt::Engine &engine, const Case &one, std::uint32_t threads) {
     std::vector<ecckpt::Span> spans;
     for (const Bytes &input : one.inputs)
-        spans.push_back({reinterpret_cast<std::int64_t>(input.data()),
-                         static_cast<std::int64_t>(input.size())});
+        spans.push_back({
+            .address = reinterpret_cast<std::int64_t>(input.data()),
+            .length = static_cast<std::int64_t>(input.size()),
+        });
     Sums sums(spans.size());
     ecckpt::checksum_spans(engine, spans.data(), spans.size(), sums.data(), threads);
     return sums;
@@ -137,7 +148,7 @@ Sums span_sums(const ecckpt::Engine &engine, const Case &one, std::uint32_t thre
 
 // -- vectors --------------------------------------------------------------------------------------
 
-// All numbers are 32 bits, in the byte order of this machine.
+// Reads the file of cases. All numbers are 32 bits, in the byte order of this machine.
 class Reader {
 public:
     explicit Reader(const char *path) : file_(std::fopen(path, "rb"), &std::fclose) {
@@ -208,7 +219,7 @@ std::size_t check_random(const ecckpt::Engine &engine, std::uint32_t seed, std::
     std::mt19937 random(seed);
     const auto below = [&random](std::uint32_t end) { return random() % end; };
     for (std::size_t at = 0; at < count; ++at) {
-        const bool large = below(20) == 0;  // past the caches, and shared by threads
+        const bool large = below(20) == 0;  // large enough for streaming stores and for threads
         Case one = {};
         one.coded_count = 1 + (below(4) ? below(12) : below(70));
         one.input_count = one.coded_count + below(3);
@@ -229,9 +240,12 @@ std::size_t check_random(const ecckpt::Engine &engine, std::uint32_t seed, std::
         Case plain = one;
         plain.threads = 1;
         const Run reference = run(ecckpt::scalar_engine, plain);
-        Result expected = {{}, reference.input_sums, reference.output_sums};
-        for (const Buffer &output : reference.outputs)
-            expected.outputs.push_back(output.content());
+        Result expected = {
+            .outputs = {},
+            .input_sums = reference.input_sums,
+            .output_sums = reference.output_sums,
+        };
+        for (const Buffer &output : reference.outputs) expected.outputs.push_back(output.content());
         compare(engine, one, expected);
         must(span_sums(engine, one, one.threads) == span_sums(ecckpt::scalar_engine, one, 1),
              engine, one, "checksums of ranges");

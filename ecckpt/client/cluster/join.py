@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ecckpt.client.cluster.connections import Connections
 from ecckpt.client.cluster.local_agent import check_reachable, find_or_start, local_client
 from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.cluster.rendezvous import Meeting
@@ -49,10 +50,8 @@ def join(
     *,
     agents: Sequence[str],
     memory_bytes: int,
-) -> tuple[Cluster, int]:
-    """Find or start this node's agent and meet the others.
-
-    Returns the cluster and how many ranks have their home on this node. Raises on all ranks alike
+) -> tuple[Cluster, Connections]:
+    """Find or start this node's agent and meet the other ranks. Raises on all ranks alike
     for differing configurations, duplicate node ids, agents that cannot be reached or are of
     another version, and for a code that needs more nodes.
     """
@@ -72,18 +71,25 @@ def join(
         _log.log(
             level, "run %s, %d node(s): %s", config.run, len(roster.nodes), placement.promise()
         )
+    agent = local_client(node.root)
     cluster = Cluster(
         run=config.run,
-        home=info,
-        disk=_disk_of(local_client(node.root)),
-        agent=local_client(node.root),
-        peers={each.node: AgentClient(each.address, token) for each in roster.nodes},
-        placement=placement,
+        session=meeting.session,
+        rank=meeting.rank,
+        ranks=meeting.world_size,
+        home=info.node,
+        local_ranks=roster.local_ranks,
         homes=roster.homes,
         share=roster.share,
+        address={each.node: each.address for each in roster.nodes},
+        placement=placement,
         memory_bytes=memory_bytes,
     )
-    return cluster, roster.local_ranks
+    as_it_was = replace(
+        node, node=info.node, domain=info.domain, listen=info.address, disk=_disk_of(agent)
+    )
+    peers = {each.node: AgentClient(each.address, token) for each in roster.nodes}
+    return cluster, Connections(agent, peers, as_it_was)
 
 
 def _disk_of(agent: AgentClient) -> Path | None:

@@ -1,31 +1,36 @@
-"""The cluster as one rank sees it."""
+"""The cluster as one rank sees it: names and addresses, no connections."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ecckpt.policy.placement import Placement
-from ecckpt.protocol.agent_client import AgentClient
-from ecckpt.protocol.messages.node import NodeInfo
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Who takes part: this rank's agent, all nodes, and where fragments go.
+    """Who takes part in one session of a run, and where fragments go.
 
-    ``homes`` is each rank's node; only rank 0 knows it. ``share`` are the nodes without ranks that
-    this rank tells of commits: each such node is in one rank's share. ``disk`` is what this node's
-    agent was started with as ``--disk``.
+    Attributes:
+        session: 16 hex digits, new at every start.
+        rank: of this process, one of ``ranks``.
+        home: this rank's node, where ``local_ranks`` ranks are at home.
+        homes: each rank's node; known to rank 0 only, empty elsewhere.
+        share: the nodes without ranks that this rank tells of commits; each such node is in the
+            share of exactly one rank.
+        address: of every node's agent.
+        memory_bytes: the run's memory budget on this node; 0 for the agent's default.
     """
 
     run: str
-    home: NodeInfo
-    disk: Path | None
-    agent: AgentClient
-    peers: Mapping[str, AgentClient]
-    placement: Placement
+    session: str
+    rank: int
+    ranks: int
+    home: str
+    local_ranks: int
     homes: tuple[str, ...]
     share: tuple[str, ...]
+    address: Mapping[str, str]
+    placement: Placement
     memory_bytes: int

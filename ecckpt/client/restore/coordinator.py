@@ -1,19 +1,32 @@
-"""What rank 0 does in a restore, for all: begin a timeline, choose, order, judge, tell.
+"""What rank 0 does in a restore, for all ranks.
 
-The rules are in beginning.py, ordering.py and recovery.py; here the agents are asked and told. All
-of them are asked once before anything is chosen, and told once, behind the restore.
+    begin a timeline at all agents --> inventories --> plan --> orders --> outcomes --> verdict
+            ^                                           ^                                 |
+            +-- a newer fence: a higher number          +------- refused or relaid -------+
+                                                                                          v
+                                                             load; agents are told (fence) behind it
+
+One ``begin`` request per agent before choosing: it fences older writers off and answers with the
+inventory, so that no plan rests on what an older writer may still change. One ``fence`` request per
+agent in the background afterwards; until then agents keep all that older timelines have left.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from ecckpt.client import deadlines
 from ecckpt.client.cluster.members import Cluster
+from ecckpt.client.effects import Report, Routine, answers_of, call_all, perform
+from ecckpt.client.events import (
+    GenerationRefused,
+    Message,
+    RestoreDecided,
+    RestorePlanned,
+    TimelineBegun,
+)
 from ecckpt.client.restore.protocol import (
     Ground,
     Order,
@@ -24,116 +37,106 @@ from ecckpt.client.restore.protocol import (
     orders,
     passes_over,
 )
-from ecckpt.client.restore.timeline import first_free
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
-from ecckpt.memory.gc_pause import collector_paused
 from ecckpt.policy.rollbacks import RollBack, in_force
 from ecckpt.policy.survival import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recovery
-from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.messages.restore import Begin, Fence
-from ecckpt.protocol.verbs import BEGIN, FENCE, INVENTORY
+from ecckpt.protocol.verbs import BEGIN, FENCE, INVENTORY, Verb
 
-_log = logging.getLogger(__name__)
-
-_AT_A_TIME = 32
 # Of the nodes without ranks; one that knows the run is enough.
-_ASKED_FIRST, _ASKED_FIRST_S = 3, 1.0
+_ASKED_FIRST = 3
+# Numbers that a restart tries before it lets others, which begin timelines faster, have the run.
+_TRIES = 8
 
 
-class Leader:
-    """Leads one restore; ``peers`` are the agents, with the patience that each may cost.
+class Coordinator:
+    """Coordinates one restore; on other ranks than 0 it is never asked.
 
-    On other ranks than 0 it is never asked. ``roll_backs`` and ``on_disk`` are what it learns for
-    those that it tells, and for its disks.
+    ``roll_backs`` and ``on_disk`` are what it learns for the agents that it tells, and for the
+    disks. ``patience_s`` is what one agent may take to answer.
     """
 
-    def __init__(self, cluster: Cluster, peers: Mapping[str, AgentClient], *, session: str) -> None:
+    def __init__(self, cluster: Cluster, *, patience_s: float) -> None:
         self.roll_backs: tuple[RollBack, ...] = ()
         self.on_disk = OnDisk()
-        self._cluster, self._peers = cluster, peers
-        self._session = session
+        self._cluster, self._patience_s = cluster, patience_s
         self._timeline = 0
         self._refusals = Refusals()
         self._asked_again = False
         self._relaid: set[Generation] = set()
-        self._silent: dict[str, str] = {}
-        self._chosen: Generation | None = None
-        self._asking = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="ask")
+        self._silent: dict[str, str] = {}  # nodes that did not answer, with the reason
+        self._answering: tuple[str, ...] = ()  # nodes whose inventories the latest plan is made of
+        self._chosen: Generation | None = None  # to be told to the agents
 
-    def __enter__(self) -> Self:
-        return self
+    def order(self, wanted: Wanted, *, known: Sequence[int], alike: bool) -> Routine[list[Order]]:
+        """The next thing to try: an order for each rank (see ``protocol.orders``).
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._asking.shutdown()
-
-    @collector_paused()
-    def order(self, wanted: Wanted, *, known: Sequence[int], alike: bool) -> list[Order]:
-        """The next thing to try: an order for each rank (see ``ordering.orders``).
-
-        ``known``: timelines that have been; only the first time do they count. Raises ``Fenced`` if
-        another start of the run begins meanwhile.
+        ``known``: timelines that have been; they count in the first round only. Raises ``Fenced``
+        if another start of the run begins meanwhile.
         """
-        inventories = self._look() if self._timeline else self._begin(known)
+        inventories = yield from (self._look() if self._timeline else self._begin(known))
         plan = self._plan(wanted, inventories)
         if self._silent and not self._asked_again and passes_over(plan):
             # Agents that did not answer may have what is missing: they get one more chance.
             self._asked_again = True
             self._silent.clear()
-            plan = self._plan(wanted, self._look())
-        ground = Ground(
-            self._timeline,
-            self._cluster.homes,
-            self._cluster.placement,
-            {node: peer.address for node, peer in self._cluster.peers.items()},
+            plan = self._plan(wanted, (yield from self._look()))
+        chosen = plan.chosen.generation if plan.chosen else None
+        first = not self._refusals.refused
+        yield from perform(
+            Report(RestorePlanned(self._timeline, chosen, self._answering, is_first=first))
         )
-        relaid = plan.chosen is not None and plan.chosen.generation in self._relaid
+        cluster = self._cluster
+        ground = Ground(self._timeline, cluster.homes, cluster.placement, cluster.address)
+        relaid = chosen in self._relaid
         return orders(plan, ground, self._rejected(plan), alike=alike, relaid=relaid)
 
-    def judge(self, generation: Generation, outcomes: Sequence[Outcome], wanted: Wanted) -> bool:
-        """Whether all ranks may load. Raises as ``ordering.judge``.
+    def judge(
+        self, generation: Generation, outcomes: Sequence[Outcome], wanted: Wanted
+    ) -> Routine[bool]:
+        """Whether all ranks may load. Raises as ``protocol.judge``.
 
-        Where somebody went back by name, all agents know it before anything is loaded.
+        After a roll-back by name, all agents know of it before anything is loaded.
         """
         verdict = judge(outcomes)
         if verdict.relaid:
             self._relaid.add(generation)
         if verdict.failed:
-            refused = self._refusals.fail(generation, verdict.failed)
-            what = "refused" if refused else "tried again"
-            _log.warning("generation %s is %s: %s", generation, what, verdict.failed)
-        if verdict.go:
-            self._chosen = generation
-            if wanted.named:
-                went_back = RollBack(self._timeline, generation)
-                self.roll_backs = in_force((*self.roll_backs, went_back))
-                self.tell()
-        return verdict.go
+            yield from self._note_failure(generation, verdict.failed)
+        if not verdict.go:
+            return False
+        self._chosen = generation
+        yield from perform(Report(RestoreDecided(self._timeline, generation, wanted.named)))
+        if wanted.named:
+            went_back = RollBack(self._timeline, generation)
+            self.roll_backs = in_force((*self.roll_backs, went_back))
+            yield from self.tell()
+        yield from perform(Report(TimelineBegun(self._timeline, generation, wanted.named)))
+        return True
 
-    def tell(self) -> None:
+    def tell(self) -> Routine[None]:
         """Tell all agents what was restored, if anything was and they are not told yet.
 
-        Mostly in the background: until then they keep all that older timelines have left. Raises
-        ``Fenced`` if a newer start has begun.
+        Raises ``Fenced`` if a newer start has begun.
         """
         generation, self._chosen = self._chosen, None
         if generation is None:
             return
         fence = Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
-        try:
-            with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tell") as telling:
-                answers = self._answers(telling, lambda peer: peer.call(FENCE, fence))
-        except RuntimeError as error:  # a program that ends can start no threads, nor will it save
-            _log.info("agents are not told of %s: %s", generation, error)
-            return
-        _require_unfenced(answers)
+        _require_unfenced((yield from self._ask_all(FENCE, fence)))
+
+    def _note_failure(self, generation: Generation, why: str) -> Routine[None]:
+        refused = self._refusals.fail(generation, why)
+        what = "refused" if refused else "tried again"
+        yield from perform(
+            Report(Message(logging.WARNING, f"generation {generation} is {what}: {why}"))
+        )
+        if refused:
+            yield from perform(Report(GenerationRefused(generation, self._answering, why)))
 
     def _plan(self, wanted: Wanted, inventories: list[Inventory]) -> RecoveryPlan:
+        self._answering = tuple(inventory.node for inventory in inventories)
         plan = plan_recovery(
             self._cluster.run,
             inventories,
@@ -145,63 +148,56 @@ class Leader:
         self.on_disk = on_disk(self._cluster.run, inventories)
         return plan
 
-    def _begin(self, known: Sequence[int]) -> list[Inventory]:
-        """Fence and look in one: no plan on what an older writer may still change."""
-        numbers = first_free(known if any(known) else self._elsewhere())
-        timeline = next(numbers)
-        while True:
-            answers = self._ask(timeline)
-            newer = [each.current for each in answers if isinstance(each, Fenced)]
-            try:
-                timeline = numbers.send(newer)
-            except StopIteration as end:
-                self._timeline = end.value
-                return [each for each in answers if isinstance(each, Inventory)]
+    def _begin(self, known: Sequence[int]) -> Routine[list[Inventory]]:
+        """Begin the timeline after all that any node has seen, and look at the same time.
 
-    def _elsewhere(self) -> list[int]:
-        """What a few others have seen where the ranks' own agents are new to the run.
-
-        A guess that is too low is refused by all agents that know better, and all are asked again.
+        A number that is too low is refused by the agents that know better, with their fence: so
+        the first guess need not be right. Raises ``Fenced`` if others begin timelines faster.
         """
-        homes, run = set(self._cluster.homes), self._cluster.run
-        others = [peer for node, peer in self._peers.items() if node not in homes]
+        guesses = known if any(known) else (yield from self._fences_elsewhere())
+        timeline = max(guesses, default=0) + 1
+        for _ in range(_TRIES):
+            answers = yield from self._ask_all(BEGIN, self._begin_message(timeline))
+            newer = [fenced.current for fenced in answers_of(answers, Fenced)]
+            if not newer:
+                self._timeline = timeline
+                return answers_of(answers, Inventory)
+            timeline = max(newer) + 1
+        raise Fenced(timeline=timeline - 1, current=timeline - 1)
+
+    def _fences_elsewhere(self) -> Routine[list[int]]:
+        """Timelines seen by a few other nodes, where the ranks' own agents are new to the run."""
+        homes = set(self._cluster.homes)
+        others = [node for node in self._cluster.address if node not in homes]
         far_apart = max(1, len(others) // _ASKED_FIRST)  # neighbours are lost together
+        few = others[::far_apart][:_ASKED_FIRST]
+        if not few:
+            return []
+        answers = yield from call_all(INVENTORY, self._cluster.run, few, deadlines.KNOWN_TIMELINE_S)
+        # One that is silent is asked again with all others, with more patience.
+        return [inventory.fence for inventory in answers_of(answers, Inventory)]
 
-        def fence(peer: AgentClient) -> int:
-            try:
-                return replace(peer, timeout_s=_ASKED_FIRST_S).call(INVENTORY, run).fence
-            except (EcckptError, OSError):  # it is asked with all others, with more patience
-                return 0
-
-        return list(self._asking.map(fence, others[::far_apart][:_ASKED_FIRST]))
-
-    def _look(self) -> list[Inventory]:
+    def _look(self) -> Routine[list[Inventory]]:
         """Again, what the agents have; ``Fenced`` by any of them if a newer start has begun."""
-        answers = self._ask(self._timeline)
+        answers = yield from self._ask_all(BEGIN, self._begin_message(self._timeline))
         _require_unfenced(answers)
-        return answers
+        return answers_of(answers, Inventory)
 
-    def _ask(self, timeline: int) -> list[Any]:
-        begin = Begin(self._cluster.run, timeline, self._session)
-        return self._answers(self._asking, lambda peer: peer.call(BEGIN, begin))
+    def _begin_message(self, timeline: int) -> Begin:
+        return Begin(self._cluster.run, timeline, self._cluster.session)
 
-    def _answers(self, pool: ThreadPoolExecutor, ask: Callable[[AgentClient], Any]) -> list[Any]:
-        """Of all agents, or their ``Fenced``; one that is silent is left out from then on."""
-        answers: list[Any] = []
-        peers = {node: peer for node, peer in self._peers.items() if node not in self._silent}
-        futures = {node: pool.submit(ask, peer) for node, peer in peers.items()}
-        for node, future in futures.items():
-            try:
-                answers.append(future.result())
-            except Fenced as error:
-                answers.append(error)
-            except (EcckptError, OSError) as error:
-                self._silent[node] = str(error)
-                _log.warning("node %s: %s", node, error)
-        return answers
+    def _ask_all(self, verb: Verb[Any, Any], message: object) -> Routine[dict[str, Any]]:
+        """Answers of all agents, or their ``Fenced``; silent ones are left out from then on."""
+        nodes = [node for node in self._cluster.address if node not in self._silent]
+        answers = yield from call_all(verb, message, nodes, self._patience_s)
+        for node, answer in answers.items():
+            if isinstance(answer, EcckptError | OSError) and not isinstance(answer, Fenced):
+                self._silent[node] = str(answer)
+                yield from perform(Report(Message(logging.WARNING, f"node {node}: {answer}")))
+        return {node: each for node, each in answers.items() if node not in self._silent}
 
     def _rejected(self, plan: RecoveryPlan) -> dict[str, str]:
-        """Why newer generations were passed over; with nothing left, also what is not answering."""
+        """Why newer generations were passed over; with nothing left, also the silent nodes."""
         refused = {str(generation): why for generation, why in self._refusals.refused.items()}
         rejected = {name: refused.get(name, why) for name, why in plan.rejected().items()}
         if plan.chosen is None:
@@ -210,8 +206,7 @@ class Leader:
         return rejected
 
 
-def _require_unfenced(answers: Sequence[Any]) -> None:
-    """Raise what an agent has answered that was told of a newer start of the run."""
-    for each in answers:
-        if isinstance(each, Fenced):
-            raise each
+def _require_unfenced(answers: Mapping[str, Any]) -> None:
+    """Raise the answer of an agent that was told of a newer start of the run."""
+    for fenced in answers_of(answers, Fenced):
+        raise fenced

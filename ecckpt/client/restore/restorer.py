@@ -1,36 +1,44 @@
 """A restore, step by step, the same on all ranks.
 
-rank 0                                   every rank
-------                                   ----------
-                                <------  which timelines this node knows
-ask all agents to begin the next one,    prove ahead what is likely to be
-which fences older ones off; each        ordered of this node's home copies
-answers with its inventory
-plan -> an order for each rank  ------>  bring the shard home, prove every block
-                                         check it against the state, change nothing
-all fine?                       <------  outcome
-go, or refuse this generation   ------>  load, or wait for the next order
-
-Rank 0's part is in leading.py, what it goes by in ordering.py, how a shard comes home in
-bringing.py. Here is what all ranks agree on, and in which order.
+rank 0 (coordinator.py)                  every rank
+-----------------------                  ----------
+                                <------  1 the newest timeline that this node knows
+2 ask all agents to begin the next one,    prove the home copy that is likely to be ordered
+  which fences older ones off; each
+  answers with its inventory
+3 plan: an order for each rank  ------>  4 bring the shard home, prove every block
+                                           (shard_source.py), check it against the state
+6 all fine?                     <------  5 outcome
+7 go, or refuse this generation ------>  8 load, or wait for the next order
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from ecckpt.client import deadlines
 from ecckpt.client.cluster.members import Cluster
-from ecckpt.client.cluster.rendezvous import Meeting
+from ecckpt.client.effects import (
+    CheckState,
+    Exchange,
+    IsRelaid,
+    LoadState,
+    Mark,
+    Now,
+    Report,
+    Routine,
+    TraceSpan,
+    perform,
+    traced,
+)
+from ecckpt.client.events import Message, TimelineBegun
 from ecckpt.client.handles import SaveHandle
-from ecckpt.client.read.shard_reader import Peers
-from ecckpt.client.restore.coordinator import Leader
+from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Order, Outcome, Wanted
-from ecckpt.client.restore.shard_source import Bringer, Brought
-from ecckpt.client.slot_mappings import Slots
+from ecckpt.client.restore.shard_source import Delivery, ShardSource
 from ecckpt.errors import (
     EcckptError,
     MemoryBudgetTooSmall,
@@ -40,35 +48,33 @@ from ecckpt.errors import (
     TmpfsFull,
 )
 from ecckpt.format.ids import Generation
-from ecckpt.memory.gc_pause import collector_paused
-from ecckpt.policy.survival import ShardSources
 from ecckpt.protocol.encoding import pack_message, unpack_message
-from ecckpt.protocol.tracing import Tracer, moment
-from ecckpt.state.load.load import check
-from ecckpt.state.reshard.reshape import is_relaid
 
-_log = logging.getLogger(__name__)
+_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A shard that is here and fits; ``load`` restores it, and tells what it assigned."""
+    """A shard that is here and fits; ``load`` restores it, and returns the bytes it assigned."""
 
-    brought: Brought
+    delivery: Delivery
     load: Callable[[], int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """What was restored.
 
-    ``source`` is "home" (this node's own memory) or "peers" (other nodes, and all disks);
-    ``pulled_bytes`` came from there and ``rebuilt_fragments`` were computed. ``margin`` is how many
-    more nodes could have been lost. ``rejected`` maps newer generations to why they were passed
-    over. ``reprotection`` is the handle of re-making the fragments that were lost, in the
-    background. ``saved_by`` is how many ranks had saved; if others restore, ``reseeded`` are the
-    paths of the ``RngState`` that were seeded anew. ``assigned_bytes`` of the state's tensors were
-    not copied (see ``Checkpointer.restore``).
+    Attributes:
+        source: "home" (this node's own memory) or "peers" (other nodes, and all disks).
+        pulled_bytes: bytes that came from there.
+        rebuilt_fragments: fragments that were computed.
+        margin: how many more nodes could have been lost.
+        rejected: newer generations that were passed over, and why.
+        reprotection: the handle of re-making lost fragments, in the background.
+        saved_by: how many ranks had saved.
+        reseeded: paths of the ``RngState`` that were seeded anew, if another number restores.
+        assigned_bytes: bytes of the state's tensors that were not copied.
     """
 
     step: int
@@ -86,208 +92,167 @@ class Restored:
     assigned_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FoundGeneration:
-    """A generation to continue from, which somebody else reads: where its shards are.
-
-    Every rank has all of them, in the order of the ``saved_by`` ranks that saved. ``peers`` may be
-    read from for ``timeout_s`` more, at any time.
-    """
-
-    generation: Generation
-    saved_by: int
-    margin: int
-    rejected: Mapping[str, str]
-    shards: tuple[ShardSources, ...]
-    peers: Peers
-    timeout_s: float
-
-
 class Restorer:
-    """Restores for one rank, once; ``number`` tells apart several restores of one session.
+    """Restores for one rank, once.
 
-    ``assign``: without a copy where that is possible.
+    Args:
+        number: tells apart several restores of one session.
+        after: the newest timeline of this session, 0 if it has none.
+        timeout_s: how long ranks wait for each other in each step.
+        assign: hand tensors over without a copy where that is possible.
     """
 
     def __init__(
-        self,
-        meeting: Meeting,
-        cluster: Cluster,
-        slots: Slots,
-        *,
-        number: int,
-        after: int,
-        timeout_s: float,
-        tracer: Tracer,
-        assign: bool = False,
+        self, cluster: Cluster, *, number: int, after: int, timeout_s: float, assign: bool = False
     ) -> None:
-        self._meeting = meeting
-        self._tracer = tracer
-        self._cluster = cluster
-        # A peer that hangs may use up part of a step's time, not all of it.
-        patience_s = min(10.0, timeout_s / 4)
-        peers = {node: replace(peer, timeout_s=patience_s) for node, peer in cluster.peers.items()}
-        self._tag = f"restore/{number}"
-        self._timeout_s = timeout_s
-        self._after = after
-        self._bringer = Bringer(
-            cluster,
-            peers,
-            slots,
-            tracer,
-            rank=meeting.rank,
-            ranks=meeting.world_size,
-            patience_s=patience_s,
-            timeout_s=timeout_s,
-            assign=assign,
-        )
-        self._assign = assign
-        self.leader = Leader(cluster, peers, session=meeting.session)
+        self.coordinator = Coordinator(cluster, patience_s=deadlines.peer_patience_s(timeout_s))
+        self._source = ShardSource(cluster, timeout_s=timeout_s, assign=assign)
+        self._cluster, self._timeout_s, self._assign = cluster, timeout_s, assign
+        self._tag, self._after = f"restore/{number}", after
 
     def run(
-        self, state: dict[str, Any], wanted: Wanted, *, required: bool
-    ) -> tuple[Order, Restored | None]:
-        """Restore into ``state``; returns the order carried out and what was restored, if anything.
+        self, state: Any, wanted: Wanted, *, required: bool
+    ) -> Routine[tuple[Order, Restored | None]]:
+        """Restore into ``state``; the order that was carried out, and what was restored, if any.
 
         Raises ``NothingToRestore`` if something of the run was found and none of it can be
         rebuilt, or if nothing was found and ``required`` is set.
         """
-        with collector_paused(), self.leader, self._bringer:
-            return self._run(state, wanted, required=required)
+        try:
+            result = yield from self._run(state, wanted, required=required)
+        except Exception:
+            yield from self._source.end()
+            raise
+        yield from self._source.end()
+        return result
 
     def _run(
-        self, state: dict[str, Any], wanted: Wanted, *, required: bool
-    ) -> tuple[Order, Restored | None]:
-        started_s = time.monotonic()
-        for attempt in range(1000):
-            began = moment()
-            order = self._order(attempt, wanted, prepare=wanted)
+        self, state: Any, wanted: Wanted, *, required: bool
+    ) -> Routine[tuple[Order, Restored | None]]:
+        started_s = yield from perform(Now())
+        for attempt in range(_ATTEMPTS):
+            began = yield from perform(Mark())
+            order = yield from self._order(attempt, wanted, prepare=wanted)
             if order.header is None:
-                if order.rejected or required or wanted.named:
-                    raise NothingToRestore(
-                        self._cluster.run,
-                        order.rejected,
-                        hint=wanted.hint,
-                    )
-                return order, None
+                return (yield from self._nothing(order, wanted, required=required)), None
             shard = order.header.shard
-            self._tracer.since(began, "choose", shard)
-            ready, outcome = self._prepare(order, state)
-            with self._tracer.span("agree", shard):
-                agreed = self._verdict(attempt, shard.generation, outcome, wanted)
-            if agreed:
+            yield from perform(TraceSpan("choose", shard, began))
+            ready, outcome = yield from self._prepare(order, state)
+            verdict = self._verdict(attempt, shard.generation, outcome, wanted)
+            if (yield from traced("agree", shard, verdict)):
                 assert ready is not None
-                with self._tracer.span("load", shard):
-                    assigned_bytes = ready.load()
-                return order, self._restored(order, ready.brought, assigned_bytes, started_s)
-        raise NothingToRestore(self._cluster.run, {"all": "1000 generations were refused"})
+                load = perform(LoadState(ready.load))
+                assigned_bytes = yield from traced("load", shard, load)
+                seconds = (yield from perform(Now())) - started_s
+                restored = self._restored(order, ready.delivery, assigned_bytes, seconds)
+                yield from self._note_reseeded(restored)
+                return order, restored
+        raise NothingToRestore(self._cluster.run, {"all": f"{_ATTEMPTS} generations were refused"})
 
-    def find(self, wanted: Wanted) -> tuple[Order, FoundGeneration | None]:
-        """Choose, and leave the reading to somebody else: no bytes are looked at here."""
-        with self.leader:
-            return self._find(wanted)
+    def find(self, wanted: Wanted) -> Routine[Order]:
+        """Choose a generation that another reads: no bytes are looked at here.
 
-    def _find(self, wanted: Wanted) -> tuple[Order, FoundGeneration | None]:
-        order = self._order(0, wanted, alike=True)
+        The order names all shards; without a header there never was a generation.
+        """
+        order = yield from self._order(0, wanted, alike=True)
         if order.header is None:
-            if order.rejected or wanted.named:
-                raise NothingToRestore(self._cluster.run, order.rejected)
-            return order, None
-        generation = order.header.shard.generation
-        self._verdict(0, generation, Outcome("ok", ""), wanted)
-        return order, FoundGeneration(
-            generation,
-            order.header.world_size,
-            order.margin,
-            order.rejected,
-            order.shards,
-            self._bringer.reading_peers(),
-            0.8 * self._timeout_s,
-        )
+            return (yield from self._nothing(order, wanted, required=False))
+        yield from self._verdict(0, order.header.shard.generation, Outcome("ok", ""), wanted)
+        return order
+
+    def _nothing(self, order: Order, wanted: Wanted, *, required: bool) -> Routine[Order]:
+        """There is nothing to restore: an error unless there never was anything."""
+        if order.rejected or required or wanted.named:
+            raise NothingToRestore(self._cluster.run, order.rejected, hint=wanted.hint)
+        if self._cluster.rank == 0:
+            yield from perform(Report(TimelineBegun(order.timeline, None, False)))
+        return order
 
     # -- between rank 0 and all -------------------------------------------------------------------
 
     def _order(
         self, attempt: int, wanted: Wanted, *, prepare: Wanted | None = None, alike: bool = False
-    ) -> Order:
-        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+    ) -> Routine[Order]:
+        def decide(payloads: list[bytes]) -> Routine[Sequence[bytes]]:
             known = [int(payload) for payload in payloads]
-            orders = self.leader.order(wanted, known=known, alike=alike)
+            orders = yield from self.coordinator.order(wanted, known=known, alike=alike)
             if all(order is orders[0] for order in orders):  # and it may name all shards
                 return [pack_message(orders[0])] * len(orders)
             return [pack_message(order) for order in orders]
 
         tag = f"{self._tag}/{attempt}/order"
-        known = b"0" if attempt else str(self._known_timeline(prepare)).encode()
-        answer = self._meeting.decide(tag, known, lead, timeout_s=self._timeout_s)
+        known = 0 if attempt else (yield from self._known_timeline(prepare))
+        answer = yield from perform(Exchange(tag, str(known).encode(), decide, self._timeout_s))
         return unpack_message(Order, answer)
 
-    def _known_timeline(self, prepare: Wanted | None) -> int:
+    def _known_timeline(self, prepare: Wanted | None) -> Routine[int]:
         """The newest that this session or this node's agent has seen: it saves rank 0 a round.
 
         This session's own counts even where all agents forgot it: its saves are still counted in
         the store, and a save of the same name would be taken for one of them.
         """
-        return max(self._after, self._bringer.known_timeline(prepare))
+        return max(self._after, (yield from self._source.known_timeline(prepare)))
 
     def _verdict(
         self, attempt: int, generation: Generation, outcome: Outcome, wanted: Wanted
-    ) -> bool:
-        def lead(payloads: list[bytes]) -> Sequence[bytes]:
+    ) -> Routine[bool]:
+        def decide(payloads: list[bytes]) -> Routine[Sequence[bytes]]:
             outcomes = [unpack_message(Outcome, payload) for payload in payloads]
-            go = self.leader.judge(generation, outcomes, wanted)
+            go = yield from self.coordinator.judge(generation, outcomes, wanted)
             return [b"go" if go else b""] * len(payloads)
 
         tag = f"{self._tag}/{attempt}/verdict"
-        answer = self._meeting.decide(tag, pack_message(outcome), lead, timeout_s=self._timeout_s)
-        return answer == b"go"
+        exchange = Exchange(tag, pack_message(outcome), decide, self._timeout_s)
+        return (yield from perform(exchange)) == b"go"
 
     # -- every rank -------------------------------------------------------------------------------
 
-    def _prepare(self, order: Order, state: dict[str, Any]) -> tuple[_Ready | None, Outcome]:
-        rank = self._meeting.rank
-        brought = None
+    def _prepare(self, order: Order, state: Any) -> Routine[tuple[_Ready | None, Outcome]]:
+        assert order.header is not None
+        shard, rank = order.header.shard, self._cluster.rank
+        delivery = None
         try:
-            assert order.header is not None
-            with self._tracer.span("bring", order.header.shard):
-                brought = self._bringer.bring(order, state)
-            with self._tracer.span("check", order.header.shard):
-                load = check(state, brought.shard, assign=self._assign and brought.own)
+            delivery = yield from traced("bring", shard, self._source.bring(order, state))
+            check = CheckState(state, delivery.brought, self._assign and delivery.brought.own)
+            load = yield from traced("check", shard, perform(check))
         except StateMismatch as error:
-            relaid = brought is not None and not order.shards and is_relaid(state, brought.shard)
+            relaid = delivery is not None and not order.shards
+            if relaid and delivery is not None:
+                relaid = yield from perform(IsRelaid(state, delivery.brought))
             return None, Outcome("relaid" if relaid else "mismatch", f"rank {rank}: {error}")
         except (MemoryBudgetTooSmall, TmpfsFull, NotMapped, MemoryError) as error:
             return None, Outcome("room", f"rank {rank}: {error or 'MemoryError'}")
         except (EcckptError, OSError) as error:
-            self._bringer.await_agent()
+            yield from self._source.await_agent()
             return None, Outcome("bad", f"rank {rank}: {error}")
-        return _Ready(brought, load), Outcome("ok", "")
+        return _Ready(delivery, load), Outcome("ok", "")
 
     def _restored(
-        self, order: Order, brought: Brought, assigned_bytes: int, started_s: float
+        self, order: Order, delivery: Delivery, assigned_bytes: int, seconds: float
     ) -> Restored:
         assert order.header is not None
         generation = order.header.shard.generation
-        if brought.reseeded:
-            _log.warning(
-                "rank %d of %d: %d ranks had saved; seeded anew: %s",
-                self._meeting.rank,
-                self._meeting.world_size,
-                order.header.world_size,
-                ", ".join(brought.reseeded),
-            )
         return Restored(
             step=generation.step,
             timeline=order.timeline,
             generation=generation,
-            source=brought.source,
-            seconds=time.monotonic() - started_s,
-            pulled_bytes=brought.pulled_bytes,
-            rebuilt_fragments=brought.rebuilt_fragments,
+            source=delivery.source,
+            seconds=seconds,
+            pulled_bytes=delivery.pulled_bytes,
+            rebuilt_fragments=delivery.rebuilt_fragments,
             margin=order.margin,
             rejected=order.rejected,
             reprotection=SaveHandle(generation, generation.step),
             saved_by=order.header.world_size,
-            reseeded=brought.reseeded,
+            reseeded=delivery.brought.reseeded,
             assigned_bytes=assigned_bytes,
         )
+
+    def _note_reseeded(self, restored: Restored) -> Routine[None]:
+        if not restored.reseeded:
+            return
+        text = (
+            f"rank {self._cluster.rank} of {self._cluster.ranks}: {restored.saved_by} ranks had "
+            f"saved; seeded anew: {', '.join(restored.reseeded)}"
+        )
+        yield from perform(Report(Message(logging.WARNING, text)))

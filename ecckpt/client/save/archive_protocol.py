@@ -1,34 +1,34 @@
-"""How a committed generation gets to the disks of all nodes, and what goes for it. Pure.
+"""How a committed generation gets to the disks of all nodes, and what is removed for it.
 
-One generation at a time. Every agent is asked to write what it has of it, and asked again how far
-it is. When every shard is on enough disks, the agents are told so, and with that which older
-generations may go. What cannot be finished is given up and named; the generation before it, and
-the copy in memory, are as they were.
+Rank 0 does it, one generation at a time, in ``Lane.ARCHIVE``, behind the training:
 
-The rule is a generator: it yields what is to be done and is sent what came of it, or is thrown the
-error that came instead. ``storing.Storer`` does it with clients and a thread; the simulator with
-neither.
+    idle --commit--> due --> asking every agent to write, and how far it is --> enough on disk
+                                              |                                     |
+                                              +--> given up, named                  +--> agents told
+
+When every shard is on enough disks, the agents are told which generations stay; older ones may go.
+A generation that cannot be finished is given up and named; the generation before it, and the copy
+in memory, stay as they were. Only ``close()`` waits for this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from ecckpt.client import deadlines
+from ecckpt.client.effects import CallAgent, Now, Report, Routine, forever, perform, until
+from ecckpt.client.events import Message
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
 from ecckpt.policy.retention import Keep, ranks_short
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import OnDisk
 from ecckpt.protocol.messages.disk import Retain, Store, Stored
+from ecckpt.protocol.verbs import RETAIN, STORE
 
-_MISSES = 3
-_ROUND_LEAST_S, _ROUND_MOST_S = 0.05, 1.0
-# Once enough is there, slower disks get a few times what the others took.
-_GRACE_LEAST_S = 5.0
-_GRACE_FACTOR = 3.0
-_PATIENCE_S = 60.0
+_MISSES = 3  # answers in a row that an agent may miss before it is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +43,6 @@ class Disks:
     budget_bytes: int
     ranks: int
     least: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask a node to store a generation, or how far it is. Answered by ``Stored``."""
-
-    node: str
-    message: Store
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Let so much time pass; less once it is to be closed."""
-
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Tell a node what is on disk everywhere, and stays."""
-
-    node: str
-    message: Retain
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Something that people may want to know; ``wrong``: it is not as it should be."""
-
-    text: str
-    wrong: bool = True
-
-
-Step = Ask | Pause | Tell | Say
-Steps = Generator[Step, Any, None]
 
 
 @dataclass(eq=False, slots=True)
@@ -142,35 +107,43 @@ class _Round:
 
 
 class Archivist:
-    """Rank 0's: what is due, what is on disk. ``nodes`` are all; ``clock`` never goes back.
+    """What is due, and what is on disk. ``nodes`` are all nodes of the run.
 
-    Not thread-safe. ``deadline_s``, once set, is when all that is begun has to end.
+    ``deadline_s``, once set, is when all that is begun has to have ended.
     """
 
-    def __init__(
-        self, run: str, nodes: Sequence[str], disks: Disks, *, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, run: str, nodes: Sequence[str], disks: Disks) -> None:
         self.deadline_s: float | None = None
         self.due: Generation | None = None
-        self._run, self._nodes, self._disks, self._clock = run, nodes, disks, clock
+        self.is_begun = False  # whether ``run`` has been, or is being, started
+        self.is_done = True  # whether ``run`` has ended, or was never started
+        self._run, self._nodes, self._disks = run, nodes, disks
         self._count = 0
         self._skipped = 0
-        self._none = False
+        self._none = False  # no agent has a disk
         self._timeline = 0
         self._on_disk = OnDisk()
         self._untold = False
         self._roll_backs: tuple[RollBack, ...] = ()
         self._given_up: list[Generation] = []
 
-    def begin(self, timeline: int, there: OnDisk, roll_backs: tuple[RollBack, ...]) -> None:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is ever to be stored."""
+        return bool(self._disks.every)
+
+    def begin_timeline(
+        self, timeline: int, there: OnDisk, roll_backs: tuple[RollBack, ...]
+    ) -> None:
         """A timeline begins: what is on disk from before, and what was left on purpose."""
+        self.is_begun, self.is_done = True, False
         self._timeline, self._on_disk, self._roll_backs = timeline, there, roll_backs
         # Agents may not know of all that is there, and protect what they know of.
         self._untold = bool(there.told or there.seen)
         self.due, self._count = None, 0
         self._given_up.clear()
 
-    def committed(self, generation: Generation) -> None:
+    def note_commit(self, generation: Generation) -> None:
         """A save is committed: it may be its turn."""
         if not self._disks.every or self._none:
             return
@@ -181,24 +154,35 @@ class Archivist:
         self._skipped += self.due is not None
         self.due = generation
 
-    def archive(self) -> Steps:
-        """Store what is due, if anything is."""
+    def run(self) -> Routine[None]:
+        """Store what becomes due, until the client closes and nothing is due any more."""
+        while True:
+            yield from until(lambda: self.due is not None or self._is_closing(), forever())
+            if self.due is None:
+                self.is_done = True
+                return
+            yield from self._archive()
+
+    def _is_closing(self) -> bool:
+        return self.deadline_s is not None
+
+    def _archive(self) -> Routine[None]:
         generation, self.due = self.due, None
         skipped, self._skipped = self._skipped, 0
         if skipped:
             text = f"disks are slower than saves: {skipped} generations were not stored"
-            yield Say(text)
+            yield from _say(text)
         if generation is None:
             return
         try:
             if self._untold:
                 yield from self._tell()
             yield from self._store(generation)
-        except Fenced as error:
-            yield Say(f"{generation} is not stored: {error}")
+        except Exception as error:  # Fenced: a newer start of the run has begun
+            yield from _say(f"{generation} is not stored: {error}")
 
-    def _store(self, generation: Generation) -> Steps:
-        now_s = self._clock()
+    def _store(self, generation: Generation) -> Routine[None]:
+        now_s = yield from perform(Now())
         going = _Round(generation, now_s, moved_s=now_s)
         while True:
             moved = yield from self._ask(going)
@@ -206,33 +190,38 @@ class Archivist:
                 yield from self._give_up_disks(going)
                 return
             short = ranks_short(going.pieces, ranks=self._disks.ranks, least=self._disks.least)
-            if self._is_over(going, short=bool(short), moved=moved):
+            now_s = yield from perform(Now())
+            if self._is_over(going, now_s, short=bool(short), moved=moved):
                 break
-            took_s = self._clock() - going.started_s
-            yield Pause(min(_ROUND_MOST_S, max(_ROUND_LEAST_S, 0.2 * took_s)))
+            yield from self._pause(now_s - going.started_s)
         yield from self._report(going, short)
         if short:
             self._given_up.append(generation)
         else:
             yield from self._retain(generation)
 
-    def _ask(self, going: _Round) -> Generator[Step, Any, bool]:
+    def _pause(self, took_s: float) -> Routine[None]:
+        wait_s = min(deadlines.ROUND_MOST_S, max(deadlines.ROUND_LEAST_S, 0.2 * took_s))
+        if (yield from until(self._is_closing, wait_s)):
+            yield from until(lambda: False, deadlines.ROUND_CLOSING_S)
+
+    def _ask(self, going: _Round) -> Routine[bool]:
         """One question to every node that is not finished; whether anything changed."""
         message = Store(
             self._run, going.generation, self._disks.budget_bytes, tuple(self._given_up)
         )
         moved = False
         for node in going.unfinished(self._nodes):
+            asked = CallAgent(STORE, message, node, deadlines.ARCHIVE_S)
             try:
-                moved |= going.take(node, (yield Ask(node, message)))
+                moved |= going.take(node, (yield from perform(asked)))
             except Fenced:
                 raise
             except (EcckptError, OSError) as error:
                 going.miss(node, str(error))
         return moved
 
-    def _is_over(self, going: _Round, *, short: bool, moved: bool) -> bool:
-        now_s = self._clock()
+    def _is_over(self, going: _Round, now_s: float, *, short: bool, moved: bool) -> bool:
         if moved:
             going.moved_s = now_s
         if not going.unfinished(self._nodes):
@@ -240,30 +229,31 @@ class Archivist:
         if self.deadline_s is not None and now_s > self.deadline_s:
             return True
         if short:
-            return now_s - going.moved_s > _PATIENCE_S
+            return now_s - going.moved_s > deadlines.DISK_PATIENCE_S
         going.enough_s = going.enough_s or now_s
         took_s = going.enough_s - going.started_s
-        return now_s - going.enough_s > max(_GRACE_LEAST_S, _GRACE_FACTOR * took_s)
+        grace_s = max(deadlines.DISK_GRACE_S, deadlines.DISK_GRACE_FACTOR * took_s)
+        return now_s - going.enough_s > grace_s
 
-    def _give_up_disks(self, going: _Round) -> Steps:
-        """Nobody who answers has a disk: if that is all, none is asked again."""
+    def _give_up_disks(self, going: _Round) -> Routine[None]:
+        """No agent that answers has a disk: if all have answered, none is asked again."""
         if len(going.answers) == len(self._nodes):
             self._none = True
             text = "no agent has a disk: nothing is stored, or kept there"
-            yield Say(text, wrong=self._disks.keep != Keep())
+            yield from _say(text, wrong=self._disks.keep != Keep())
 
-    def _report(self, going: _Round, short: tuple[int, ...]) -> Steps:
+    def _report(self, going: _Round, short: tuple[int, ...]) -> Routine[None]:
         text = going.shortcomings(self._nodes)
         if short:
             others = f" and {len(short) - 1} more are" if len(short) > 1 else " is"
-            yield Say(
+            yield from _say(
                 f"generation {going.generation} could not be stored: rank {short[0]}{others} "
                 f"not on enough disks: {text or 'memory was needed for newer saves'}"
             )
         elif text:
-            yield Say(f"generation {going.generation} is stored with less than all: {text}")
+            yield from _say(f"generation {going.generation} is stored with less than all: {text}")
 
-    def _retain(self, generation: Generation) -> Steps:
+    def _retain(self, generation: Generation) -> Routine[None]:
         # Twice: what cannot be had now takes no place of what can, and is not dropped for that.
         self._on_disk = OnDisk(
             self._kept((*self._on_disk.told, generation)),
@@ -275,14 +265,19 @@ class Archivist:
     def _kept(self, stored: tuple[Generation, ...]) -> tuple[Generation, ...]:
         return self._disks.keep.of(stored, self._roll_backs)
 
-    def _tell(self) -> Steps:
+    def _tell(self) -> Routine[None]:
         stored = sorted({*self._on_disk.told, *self._on_disk.seen})
         message = Retain(self._run, self._timeline, tuple(stored))
         self._untold = False
         for node in self._nodes:
             try:
-                yield Tell(node, message)
+                yield from perform(CallAgent(RETAIN, message, node, deadlines.ARCHIVE_S))
             except Fenced:
                 raise
             except (EcckptError, OSError) as error:
-                yield Say(f"could not tell {node} what is stored: {error}")
+                yield from _say(f"could not tell {node} what is stored: {error}")
+
+
+def _say(text: str, *, wrong: bool = True) -> Routine[None]:
+    level = logging.WARNING if wrong else logging.INFO
+    yield from perform(Report(Message(level, text)))

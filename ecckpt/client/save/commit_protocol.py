@@ -1,220 +1,295 @@
-"""How a save is seen through: protected, counted, committed or given up, and left. Pure.
+"""How one rank sees a staged save through: protected, counted, committed or given up, and left.
 
-Committing needs no collective: each rank adds one to the generation's counter when its shard is
-protected, and whoever completes the count wakes those who wait for it; each then tells its own
-agent. A rank that gives up makes the count unreachable first, in the same atomic counter, so a
-generation is either committed or given up, never both.
+Committing needs no collective. Each rank adds one to the generation's counter ``count`` when its
+shard is protected. The rank that completes the count wakes those that wait for it, and each rank
+tells its own agent and its share of the nodes without ranks. A rank that gives up subtracts
+``POISON`` from the same counter unless the count is complete, in one atomic step: so a generation
+is either committed or given up, never both.
 
-When its part has ended either way, a rank leaves the generation, which is counted as well: no rank
-begins the next save before all have left this one. So they begin it together or not at all, and
-whoever is asked to hold something of it has been told that this one is committed.
+After commit or abort each rank adds one to ``left``; no rank begins its next save before ``left``
+equals the number of ranks. So ranks begin a save together or not at all, and a node that is asked
+to hold a fragment of it has been told that the save before is committed.
 
-The rule is a generator: it yields what is to be done and is sent what came of it, or is thrown the
-``EcckptError`` that came instead. ``saving.Watcher`` does it with a store, an agent and a thread;
-the simulator with none of them.
+    staged --> protecting --> counted --> committed --> told --+
+                   |             |                             +--> left
+                   +-------------+------> given up ------------+
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from ecckpt.errors import EcckptError, Fenced, SaveFailed
+from ecckpt.client import deadlines
+from ecckpt.client.cluster.members import Cluster
+from ecckpt.client.effects import (
+    CallAgent,
+    FinishHandle,
+    Report,
+    Routine,
+    StoreAdd,
+    StoreDrop,
+    StoreGet,
+    StorePut,
+    StoreSubtract,
+    StoreWait,
+    call_own,
+    perform,
+    sleep,
+    until,
+)
+from ecckpt.client.events import Message, SaveCommitted, SaveFailure
+from ecckpt.client.save.staging import Deadline, await_protected
+from ecckpt.errors import EcckptError, Fenced, SaveFailed, SaveTimedOut
 from ecckpt.format.ids import Generation, ShardId
-from ecckpt.protocol.messages.save import Progress
+from ecckpt.protocol.messages.save import Commit
+from ecckpt.protocol.verbs import COMMIT
+
+if TYPE_CHECKING:
+    from ecckpt.client.handles import SaveHandle
+    from ecckpt.client.save.replica_check import ReplicaCheck
 
 POISON = 1 << 40
 
-Counter = Literal["count", "left"]  # of shards that are protected; of ranks that are through
+CounterName = Literal["count", "left"]  # of shards that are protected; of ranks that are through
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Ask this node's agent to protect the shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Watch the shard at this node's agent until there is news beyond ``state``, or for a while.
-
-    Answered by ``Progress``. ``SaveTimedOut`` when the save's deadline is over.
-    """
-
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
-class Protected:
-    """The shard reached its redundancy: tell whoever waits for it."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Add to a counter of the generation, in one step; answered by what it is then."""
-
-    counter: Counter
-    amount: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Wake all ranks that wait for this counter, now and later; who cannot is passed over."""
-
-    counter: Counter
-
-
-@dataclass(frozen=True, slots=True)
-class Await:
-    """Wait until ranks that wait for this counter are woken, or for a while.
-
-    ``SaveTimedOut`` when the save's deadline is over.
-    """
-
-    counter: Counter
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Say to this node's agent that the generation is committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Say it to this rank's share of the agents without ranks; one that is deaf is passed over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Wait for a moment. ``SaveTimedOut`` when the save's deadline is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Subtract ``POISON`` from ``count`` unless it is complete, in one step.
-
-    Answered by whether the generation can no longer be committed: False if it is.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The save is committed, or has failed with ``error``: tell whoever waits for it."""
-
-    error: EcckptError | None
-
-
-Step = Start | Look | Protected | Count | Wake | Await | Tell | Share | Pause | GiveUp | Ended
-Steps = Generator[Step, Any, None]
-
-
-def key_of(counter: Counter, generation: Generation) -> str:
+def key_of(counter: CounterName, generation: Generation) -> str:
     """The name of a generation's counter in the store."""
     return f"{counter}/{generation}"
 
 
-def wake_key_of(counter: Counter, generation: Generation) -> str:
-    """The name of what wakes those who wait for that counter."""
+def wake_key_of(counter: CounterName, generation: Generation) -> str:
+    """The name of the key that wakes those who wait for that counter."""
     return f"{counter}/{generation}/wake"
 
 
-def see_through(shard: ShardId, ranks: int, *, counted: bool) -> Steps:
-    """See a staged shard through. Without ``counted`` it only has to be protected."""
-    told, error = True, None
-    try:
-        yield from _protect(shard, counted=counted)
-        if counted:
-            told = yield from _commit(shard, ranks)
-    except EcckptError as failed:
-        error = failed
-        if counted:
-            given_up = yield from _give_up()
-            # Never from a complete count: other ranks may yet read it, and must find it complete.
-            # But a run that was taken over is not for this rank to say anything about.
-            if not given_up and not isinstance(failed, Fenced):
-                told, error = False, None
-    yield Ended(error)
-    if not counted:
-        return
-    if error is None:
-        yield from _tell_late(told=told)
-        yield Share()
-    yield from _leave(ranks)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedSave:
+    """What it takes to see one save through.
+
+    Attributes:
+        begin: has the shard staged and protected; its claim is compared before.
+        check: compares what ``replicated`` tensors this rank says that all ranks have.
+        ended: hears how it went just before the handle does: no rank has begun its next save.
+        counted: False for a shard that only has to be protected again, after a restore.
+    """
+
+    handle: SaveHandle
+    deadline: Deadline
+    begin: Callable[[], Routine[None]]
+    check: ReplicaCheck | None
+    ended: Callable[[EcckptError | None], Routine[None]]
+    counted: bool = True
+
+    @property
+    def shard(self) -> ShardId:
+        """Which shard."""
+        return self.deadline.shard
 
 
-def give_up(ranks: int) -> Steps:
-    """See to it that a shard which will not come keeps no other rank waiting."""
-    yield from _give_up()
-    yield from _leave(ranks)
+class CommitProtocol:
+    """The commits of one rank, one save after another, in ``Lane.FOLLOW``.
+
+    ``closing``: set once the program is about to end; then waits for other ranks end early.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.closing = False
+        self._cluster = cluster
+        self._deaf: set[str] = set()  # nodes of this rank's share that did not take the last commit
+        self._past: Generation | None = None  # whose keys go once all ranks have left the next
+
+    def see_through(self, save: StagedSave) -> Routine[None]:
+        """Follow a staged save to its end; its handle tells how it ended."""
+        try:
+            yield from self._see_through(save)
+        except Exception as unexpected:
+            text = f"following {save.shard}: {unexpected!r}"
+            yield from perform(Report(Message(logging.ERROR, text)))
+        save.handle.mark_left()  # in any case, or no later save would ever begin
+
+    def abandon(self, handle: SaveHandle, deadline: Deadline) -> Routine[None]:
+        """Keep other ranks from waiting for a shard that will not come; the handle has failed."""
+        yield from self._give_up(deadline.shard)
+        yield from self._leave(deadline)
+        handle.mark_left()
+
+    def _see_through(self, save: StagedSave) -> Routine[None]:
+        told, error = True, None
+        try:
+            yield from self._protect(save)
+            if save.counted:
+                told = yield from self._commit(save)
+        except Exception as failed:
+            error = _known(save.shard, failed)
+            if save.counted:
+                given_up = yield from self._give_up(save.shard)
+                # A complete count stays: other ranks may yet read it. The save is committed then,
+                # unless the run was taken over, which leaves this rank nothing to say about it.
+                if not given_up and not isinstance(failed, Fenced):
+                    told, error = False, None
+        error = yield from self._end(save, error)
+        if save.counted:
+            if error is None:
+                yield from self._tell_late(save, told=told)
+                yield from self._tell_share(save.shard)
+            yield from self._leave(save.deadline)
+
+    # -- protect and commit -----------------------------------------------------------------------
+
+    def _protect(self, save: StagedSave) -> Routine[None]:
+        # The claim comes first: a generation that lacks a shard is never restored, whatever
+        # becomes of this rank afterwards.
+        if save.check is not None:
+            yield from save.check.compare()
+        yield from save.begin()
+
+        def check() -> Routine[None]:
+            if save.counted:
+                yield from self._check_count(save.shard)
+
+        progress = yield from await_protected(save.deadline, check)
+        save.handle.mark_protected(progress)
+
+    def _commit(self, save: StagedSave) -> Routine[bool]:
+        """Count until all ranks have; whether this node's agent has been told of it."""
+        key = key_of("count", save.shard.generation)
+        wake = wake_key_of("count", save.shard.generation)
+        count = yield from perform(StoreAdd(key, 1))
+        if count == self._cluster.ranks:
+            yield from self._wake("count", save.shard)
+        while 0 <= count < self._cluster.ranks:
+            left_s = yield from save.deadline.left_s("protected")
+            yield from perform(StoreWait(wake, min(deadlines.STORE_WAIT_S, left_s)))
+            # The counter decides: the rank that completed it may have died before it woke others.
+            count = yield from perform(StoreAdd(key, 0))
+        _require_counting(save.shard, count)
+        return (yield from self._told(save.shard))
+
+    def _check_count(self, shard: ShardId) -> Routine[None]:
+        key = key_of("count", shard.generation)
+        _require_counting(shard, (yield from perform(StoreAdd(key, 0))))
+
+    def _give_up(self, shard: ShardId) -> Routine[bool]:
+        """Whether the generation can no longer be committed: False if it is committed."""
+        key, ranks = key_of("count", shard.generation), self._cluster.ranks
+        try:
+            given_up = yield from perform(StoreSubtract(key, POISON, ranks))
+        except EcckptError as error:
+            # Without the store no rank can count any more.
+            yield from _note(shard, error)
+            given_up = True
+        if given_up:
+            yield from self._wake("count", shard)
+        return given_up
+
+    def _end(self, save: StagedSave, error: EcckptError | None) -> Routine[EcckptError | None]:
+        shard = save.shard
+        if save.check is not None:
+            error = yield from save.check.explain(error)
+        if error is not None:
+            yield from perform(Report(SaveFailure(shard, error)))
+        elif save.counted:
+            yield from perform(Report(SaveCommitted(shard)))
+        try:
+            yield from save.ended(error)
+        except Exception as unexpected:
+            yield from perform(Report(Message(logging.ERROR, f"after {shard}: {unexpected!r}")))
+        yield from perform(FinishHandle(save.handle, error))
+        return error
+
+    # -- telling agents ---------------------------------------------------------------------------
+
+    def _told(self, shard: ShardId) -> Routine[bool]:
+        """Tell this node's agent of the commit; False if it is away. Raises ``Fenced``."""
+        message = Commit(shard.run, shard.generation)
+        try:
+            yield from call_own(COMMIT, message, deadlines.CALL_S)
+        except Fenced:
+            raise
+        except (EcckptError, OSError):
+            return False
+        return True
+
+    def _tell_late(self, save: StagedSave, *, told: bool) -> Routine[None]:
+        """Tell an agent that was away before it is asked for the next save's slot."""
+        try:
+            while not (told or (yield from self._told(save.shard))):
+                left_s = yield from save.deadline.left_s("committed")
+                if (yield from until(self._is_closing, min(deadlines.TELL_AGAIN_S, left_s))):
+                    return
+        except EcckptError:
+            return  # the agent learns it from the next commit
+
+    def _tell_share(self, shard: ShardId) -> Routine[None]:
+        message = Commit(shard.run, shard.generation)
+        for node in self._cluster.share:
+            patience_s = deadlines.COMMIT_GLANCE_S if node in self._deaf else deadlines.COMMIT_S
+            try:
+                yield from perform(CallAgent(COMMIT, message, node, patience_s))
+            except (EcckptError, OSError) as error:
+                self._deaf.add(node)
+                text = f"could not tell {node} that {shard} is committed: {error}"
+                yield from perform(Report(Message(logging.WARNING, text)))
+            else:
+                self._deaf.discard(node)
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def _leave(self, deadline: Deadline) -> Routine[None]:
+        """Count this rank as through, and wait until all ranks are."""
+        key = key_of("left", deadline.shard.generation)
+        try:
+            count = yield from perform(StoreAdd(key, 1))
+            if count == self._cluster.ranks:
+                yield from self._wake("left", deadline.shard)
+            while 0 <= count < self._cluster.ranks:
+                yield from self._await_left(deadline)
+                count = yield from perform(StoreAdd(key, 0))
+        except EcckptError:
+            pass  # a rank has died, or the store: the next save finds that out
+        self._past = deadline.shard.generation
+
+    def _await_left(self, deadline: Deadline) -> Routine[None]:
+        """Look again and again rather than wait: it mostly takes a moment, and may be given up."""
+        key = wake_key_of("left", deadline.shard.generation)
+        last_s = max(deadlines.LAST_LOOK_S, self._cluster.ranks / deadlines.LOOKS_PER_S)
+        look_s, closing_s = deadlines.FIRST_LOOK_S, 0.0
+        while (yield from perform(StoreGet(key))) is None:
+            if closing_s > deadlines.LEAVE_S:
+                raise SaveTimedOut(f"{deadline.shard}: this rank has ended")
+            wait_s = min(look_s, (yield from deadline.left_s("with other ranks")))
+            if (yield from until(self._is_closing, wait_s)):
+                closing_s += wait_s
+                yield from sleep(wait_s)
+            look_s = min(2 * look_s, last_s)
+
+    def _wake(self, counter: CounterName, shard: ShardId) -> Routine[None]:
+        try:
+            yield from perform(StorePut(wake_key_of(counter, shard.generation), b""))
+            if counter == "left" and self._past is not None:
+                # All ranks are through with this one: none looks at the one before it any more.
+                for each in ("count", "left"):
+                    yield from perform(StoreDrop(key_of(each, self._past)))
+                    yield from perform(StoreDrop(wake_key_of(each, self._past)))
+        except EcckptError as error:
+            yield from _note(shard, error)
+
+    def _is_closing(self) -> bool:
+        return self.closing
 
 
-def _protect(shard: ShardId, *, counted: bool) -> Generator[Step, Any, None]:
-    yield Start()
-    state = "encoding"
-    while state != "protected":
-        progress = yield Look(state)
-        state = progress.state
-        if state in ("failed", "unknown"):
-            detail = "; ".join(progress.problems[:8]) or "the agent was restarted meanwhile"
-            raise SaveFailed(f"{shard}: not protected: {detail}")
-        if counted and state != "protected":
-            _check(shard, (yield Count("count", 0)))
-    yield Protected(progress)
-
-
-def _commit(shard: ShardId, ranks: int) -> Generator[Step, Any, bool]:
-    """Count until all have; whether this node's agent has been told of it then."""
-    _check(shard, (yield from _reach("count", ranks)))
-    return (yield from _told())
-
-
-def _check(shard: ShardId, count: int) -> None:
+def _require_counting(shard: ShardId, count: int) -> None:
     if count < 0:
         raise SaveFailed(f"{shard}: another rank could not protect its shard")
 
 
-def _reach(counter: Counter, ranks: int) -> Generator[Step, Any, int]:
-    """Count oneself and wait for the others; less than 0 if one of them gave up."""
-    count: int = yield Count(counter, 1)
-    if count == ranks:
-        yield Wake(counter)
-    while 0 <= count < ranks:
-        yield Await(counter)
-        # The counter decides: whoever completed it may have died before waking anybody.
-        count = yield Count(counter, 0)
-    return count
+def _known(shard: ShardId, error: Exception) -> EcckptError:
+    return error if isinstance(error, EcckptError) else SaveFailed(f"{shard}: {error!r}")
 
 
-def _give_up() -> Generator[Step, Any, bool]:
-    given_up: bool = yield GiveUp()
-    if given_up:
-        yield Wake("count")
-    return given_up
-
-
-def _tell_late(*, told: bool) -> Generator[Step, Any, None]:
-    """This node's agent is away: have it know before it is asked for the next save."""
-    try:
-        while not (told or (yield from _told())):
-            yield Pause()
-    except EcckptError:
-        return  # it learns it from the next commit
-
-
-def _told() -> Generator[Step, Any, bool]:
-    try:
-        yield Tell()
-    except Fenced:
-        raise
-    except EcckptError:
-        return False
-    return True
-
-
-def _leave(ranks: int) -> Generator[Step, Any, None]:
-    try:
-        yield from _reach("left", ranks)
-    except EcckptError:
-        return  # a rank has died, or the store: the next save finds that out
+def _note(shard: ShardId, error: EcckptError) -> Routine[None]:
+    yield from perform(Report(Message(logging.INFO, f"{shard}: {error}")))

@@ -1,82 +1,94 @@
-"""Whether all ranks have what each of them says that all have, found out in the background.
+"""Background check that tensors declared ``replicated`` are identical on all ranks.
 
-The first rank whose shard is staged leaves the digest of its claim in the run's store, every other
-one compares its own: one exchange each, whatever the number of ranks. Only a rank that disagrees
-looks at the first one's checksums, to name what differs.
+The first rank whose shard is staged puts the digest of its claim into the ranks' store; every other
+rank compares its own with it: one exchange each, whatever the number of ranks. A rank that differs
+reads the first rank's checksums to name the tensors, puts its verdict into the store, and fails the
+save.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+from typing import Literal
 
-from ecckpt.client.cluster.rendezvous import Meeting
+from ecckpt.client import deadlines
+from ecckpt.client.effects import (
+    Now,
+    ReplicaClaim,
+    Report,
+    Routine,
+    StoreAgree,
+    StoreDrop,
+    StoreGet,
+    StorePut,
+    perform,
+    sleep,
+)
+from ecckpt.client.events import Message
 from ecckpt.errors import EcckptError, SaveFailed
-from ecckpt.format.ids import Generation, ShardId
-from ecckpt.state.snapshot.replicas import Claim
+from ecckpt.format.ids import ShardId
 
-_log = logging.getLogger(__name__)
-
-_CLAIM_TIMEOUT_S = 10.0
-_POLL_S = 0.05
+_VERDICT_BYTES = 4000
 
 
-class Claims:
-    """The claims of one rank, one save after another. For one thread."""
+class ReplicaCheck:
+    """The claim of one rank in one save.
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._left: list[str] = []
+    ``left`` are the keys that this rank has in the store, of earlier saves too: shared by all
+    checks of a rank, so that keys of a failed save go after the next commit.
+    """
 
-    def compare(self, generation: Generation, claim: Claim) -> None:
+    def __init__(self, shard: ShardId, claim: ReplicaClaim, left: list[str]) -> None:
+        self._shard, self._claim, self._left = shard, claim, left
+
+    def compare(self) -> Routine[None]:
         """Raise ``SaveFailed``, with the paths and the ranks, if another rank's claim differs."""
-        rank = self._meeting.rank
+        claim, rank = self._claim, self._shard.rank
         mine = f"{claim.digest.hex()} {rank}"
-        first = self._meeting.agree(_key(generation, "digest"), mine)
+        first = yield from perform(StoreAgree(self._key("digest"), mine))
         if first == mine:
-            self._leave(_key(generation, "digest"))
-            self._leave(_key(generation, "sums"))
-            self._meeting.put(_key(generation, "sums"), claim.pack())
+            self._left.append(self._key("digest"))
+            yield from self._put("sums", claim.pack())
             return
         digest, other = first.split(" ")
         if digest == claim.digest.hex():
             return
-        sums = self._await_sums(generation)
-        where = claim.differences(sums) if sums else f"what, rank {other} did not tell"
+        sums = yield from self._await_sums()
+        where = claim.differences(sums) if sums else f"rank {other} did not tell what"
         text = (
             f"not the same on rank {rank} as on rank {other}, though replicated= says so: {where}"
         )
-        self._leave(_key(generation, "verdict"))
-        self._meeting.put(_key(generation, "verdict"), text.encode()[:4000])
+        yield from self._put("verdict", text.encode()[:_VERDICT_BYTES])
         raise SaveFailed(text)
 
-    def explain(self, shard: ShardId, failed: EcckptError | None) -> EcckptError | None:
-        """How a save ended, once it has: with another rank's words if its claim was the reason.
+    def explain(self, error: EcckptError | None) -> Routine[EcckptError | None]:
+        """How the save ended: with another rank's verdict if a claim was the reason.
 
-        After a commit nobody needs what this rank has left in the store any more, and it goes.
+        After a commit no rank needs the keys of this rank any more, and they go.
         """
         try:
-            if failed is None:
+            if error is None:
                 for key in self._left:
-                    self._meeting.drop(key)
+                    yield from perform(StoreDrop(key))
                 self._left.clear()
-            elif verdict := self._meeting.look(_key(shard.generation, "verdict")):
-                return SaveFailed(f"{shard}: {verdict.decode(errors='replace')}")
-        except (RuntimeError, OSError) as error:
-            _log.warning("the run's store does not answer: %s", error)
-        return failed
+            elif verdict := (yield from perform(StoreGet(self._key("verdict")))):
+                return SaveFailed(f"{self._shard}: {verdict.decode(errors='replace')}")
+        except EcckptError as lost:
+            text = f"{self._shard}: the replica check: {lost}"
+            yield from perform(Report(Message(logging.WARNING, text)))
+        return error
 
-    def _leave(self, key: str) -> None:
-        self._left.append(key)
-
-    def _await_sums(self, generation: Generation) -> bytes | None:
-        deadline_s = time.monotonic() + _CLAIM_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            if sums := self._meeting.look(_key(generation, "sums")):
+    def _await_sums(self) -> Routine[bytes | None]:
+        deadline_s = (yield from perform(Now())) + deadlines.CLAIM_S
+        while (yield from perform(Now())) < deadline_s:
+            if sums := (yield from perform(StoreGet(self._key("sums")))):
                 return sums
-            time.sleep(_POLL_S)
+            yield from sleep(deadlines.CLAIM_LOOK_S)
         return None
 
+    def _put(self, what: Literal["sums", "verdict"], value: bytes) -> Routine[None]:
+        self._left.append(self._key(what))
+        yield from perform(StorePut(self._key(what), value))
 
-def _key(generation: Generation, what: str) -> str:
-    return f"claim/{generation}/{what}"
+    def _key(self, what: str) -> str:
+        return f"claim/{self._shard.generation}/{what}"

@@ -1,31 +1,43 @@
-"""The save path of one rank, from the call to the watcher that sees the save through.
+"""The saves of one rank, from the call of ``save()`` to the routine that sees the save through.
 
-    save -> wait for the save before -> plan the shard (state/) -> take a slot (reserving.py)
-         -> copy the state into it -> leave the rest to the watcher (saving.py) and return
+    save -> wait for the save before -> plan the shard -> take a slot (slot_reserver.py)
+         -> copy the state into it -> queue the rest (commit_protocol.py) and return
 
-With a slot reserved ahead nobody is asked anything on the way.
+If a slot was reserved in advance, ``save()`` sends no request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ecckpt.client.cluster.rendezvous import Meeting
-from ecckpt.client.cluster.requests import Asking, guard
-from ecckpt.client.config import NodeConfig
+from ecckpt.client import deadlines
+from ecckpt.client.effects import (
+    FinishHandle,
+    Lane,
+    Mark,
+    Moment,
+    Now,
+    PlanState,
+    Queue,
+    Report,
+    Routine,
+    Snapshot,
+    TraceSpan,
+    call_own,
+    perform,
+    traced,
+    until,
+)
+from ecckpt.client.events import Message, SaveFailure, SaveStaged
 from ecckpt.client.handles import SaveHandle
-from ecckpt.client.save.archive_thread import Storer
-from ecckpt.client.save.commit_notice import COMMIT_TIMEOUT_S
-from ecckpt.client.save.slot_reserver import Reserver, while_alive
+from ecckpt.client.save.commit_protocol import CommitProtocol, StagedSave
+from ecckpt.client.save.replica_check import ReplicaCheck
+from ecckpt.client.save.slot_reserver import SlotReserver, while_alive
+from ecckpt.client.save.staging import Deadline, copy_into_slot, start_protecting
 from ecckpt.client.save.ticket import Ticket
-from ecckpt.client.save.watcher import Following, Watcher
-from ecckpt.client.slot_mappings import Slots
+from ecckpt.client.save.traces import send_spans
 from ecckpt.errors import (
     EcckptError,
     InvalidConfig,
@@ -40,280 +52,269 @@ from ecckpt.errors import (
 )
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import Generation, ShardId
-from ecckpt.memory.buffers import COPY_THREADS
-from ecckpt.protocol.messages.save import Stage, Target
-from ecckpt.protocol.messages.trace import Spans
-from ecckpt.protocol.tracing import Moment, Tracer, moment
-from ecckpt.protocol.verbs import PROTECT, SPANS, STAGE
-from ecckpt.state.snapshot.plan import ShardPlan, plan_shard
-from ecckpt.state.snapshot.replicas import Replicas
+from ecckpt.protocol.messages.save import Protect, Stage, Target
+from ecckpt.protocol.verbs import GUARD, PROTECT
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ecckpt.client.cluster.requests import Requests
+    from ecckpt.client.save.archive_protocol import Archivist
 
-# Mistakes of the caller or the set-up: at the first save they are raised, not just reported.
+# Mistakes of the caller or the set-up: raised at the first save, only reported at later ones.
 _SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull, NotMapped)
-_SPANS_TIMEOUT_S = 2.0
 
 
 class Saver:
-    """Saves of one rank, one after another; ``begin`` comes before the first of a timeline.
+    """Saves of one rank, one after another; ``begin_timeline`` comes before the first of each.
 
     Args:
-        asking: the messages.
+        requests: the messages.
+        archivist: brings committed generations to the disks; at work on rank 0 only.
         strict: raise what is otherwise only reported by a handle.
-        node: this node's agent as it was found, to start it again.
-        revive: starts it; called in the background.
     """
 
-    timeline: int | None = None
-    skipped = 0
-    latest: SaveHandle | None = None
-    _parent: Generation | None = None
-    _plan: ShardPlan | None = None
-    _ticket: Ticket | None = None
-    _last_step: int | None = None
-
-    def __init__(
-        self,
-        asking: Asking,
-        meeting: Meeting,
-        slots: Slots,
-        tracer: Tracer,
-        storer: Storer,
-        *,
-        strict: bool,
-        node: NodeConfig,
-        revive: Callable[[], None],
-    ) -> None:
-        self._asking, self._session, self._strict, self._node = (
-            asking,
-            meeting.session,
-            strict,
-            node,
-        )
-        self._cluster, self._timeout_s = asking.cluster, asking.config.save_timeout_s
-        self._slots, self._tracer, self._storer = slots, tracer, storer
-        self._reserver = Reserver(self._cluster.agent, slots, revive)
-        share = [self._cluster.peers[node] for node in self._cluster.share]
-        self._watcher = Watcher(meeting, self._cluster.agent, share, committed=storer.committed)
-        self._replicas = Replicas(asking.config.replicated, asking.rank, asking.ranks)
+    def __init__(self, requests: Requests, archivist: Archivist, *, strict: bool) -> None:
+        self.timeline: int | None = None
+        self.skipped = 0
+        self.latest: SaveHandle | None = None
+        self.reserver = SlotReserver()
+        self._requests, self._archivist, self._strict = requests, archivist, strict
+        self._timeout_s = requests.config.save_timeout_s
+        self._commits = CommitProtocol(requests.cluster)
+        self._parent: Generation | None = None
+        self._snapshot: Snapshot | None = None
+        self._ticket: Ticket | None = None
+        self._last_step: int | None = None
         self._given_up: list[Generation] = []
         self._under_way: list[SaveHandle] = []
+        self._claimed: list[str] = []  # keys of replica checks that are still in the store
 
-    def begin(self, timeline: int, parent: Generation | None) -> None:
+    def begin_timeline(self, timeline: int, parent: Generation | None) -> Routine[None]:
         """Saves are of this timeline from now on, which goes on from ``parent``."""
         self.timeline, self._parent = timeline, parent
         self.latest = self._ticket = self._last_step = None
         self._under_way.clear()
-        self._given_up.clear()  # of the timeline that has ended; one of them may be restored now
-        self._watcher.call(self._guard)
+        # Those were given up on the timeline that has ended; one of them may be restored now.
+        self._given_up.clear()
+        yield from perform(Queue(Lane.FOLLOW, self._guard()))
 
-    def save(self, step: int, state: dict[str, Any], patience_s: float) -> SaveHandle:
+    def save(self, step: int, state: Any, patience_s: float) -> Routine[SaveHandle]:
         """See ``Checkpointer.save``."""
         if not patience_s >= 0:
             raise InvalidConfig(f"patience_s={patience_s} is not a time to wait")
-        generation = self._next(step)
-        started_s = time.perf_counter()
+        generation = self._next_generation(step)
+        began_s = yield from perform(Now())
         first = self.latest is None
-        shard = self._asking.shard(generation)
-        handle = SaveHandle(generation, step)
+        shard = self._requests.shard(generation)
+        handle = SaveHandle(generation, step, began_s=began_s)
         self._last_step = step
         try:
-            self._settle_ticket()
-            deadline_s = math.inf if first else time.monotonic() + patience_s
-            self._await_others(step, deadline_s)
-            self._stage(handle, shard, state, deadline_s)
+            yield from self._settle_ticket()
+            deadline_s = math.inf if first else (yield from perform(Now())) + patience_s
+            yield from self._await_others(step, deadline_s)
+            yield from self._stage(handle, shard, state, deadline_s)
+        except GeneratorExit:
+            raise
         except (EcckptError, OSError) as error:
-            self._not_saved(handle, shard, error, raised=first and isinstance(error, _SETUP_ERRORS))
+            raised = first and isinstance(error, _SETUP_ERRORS)
+            yield from self._not_saved(handle, shard, error, raised=raised)
         except BaseException:
-            # Not ours, from the state's own code: the caller's to handle; the ranks hear at once.
-            self._abandon(handle, shard, SaveFailed(f"{shard}: taking the snapshot raised"))
+            # From the state's own code: the caller handles it, the other ranks hear at once.
+            yield from self._abandon(handle, shard, SaveFailed(f"{shard}: the snapshot raised"))
             raise
         self.latest = handle
-        handle.stall_s = time.perf_counter() - started_s
+        handle.stall_s = (yield from perform(Now())) - began_s
         return handle
 
-    def _next(self, step: int) -> Generation:
+    def _next_generation(self, step: int) -> Generation:
         """The generation of that step; ``WrongOrder`` where it cannot be the next."""
         if self.timeline is None:
             raise WrongOrder("save() before restore()", hint="call restore(state) at every start")
         if self._last_step is not None and step <= self._last_step:
             raise WrongOrder(f"step {step} is not after step {self._last_step}, saved before")
-        return Generation(self.timeline, step, self._session)
+        return Generation(self.timeline, step, self._requests.cluster.session)
 
-    def _await_others(self, step: int, deadline_s: float) -> None:
-        """``SaveSkipped`` where the saves before are not through by then."""
-        self._under_way = [each for each in self._under_way if not each.wait_left(0)]
-        for each in self._under_way:
-            if not each.wait_left(min(max(0.0, deadline_s - time.monotonic()), self._timeout_s)):
-                raise SaveSkipped(step, each.waits_for, unfinished=each.step, age_s=each.age_s)
+    def _await_others(self, step: int, deadline_s: float) -> Routine[None]:
+        """Raise ``SaveSkipped`` where the saves before are not through by then."""
+        self._under_way = [handle for handle in self._under_way if not handle.left]
+        for handle in self._under_way:
+            now_s = yield from perform(Now())
+            left_s = min(max(0.0, deadline_s - now_s), self._timeout_s)
+            if not (yield from until(lambda each=handle: each.left, left_s)):  # type: ignore[misc]
+                age_s = (yield from perform(Now())) - handle.began_s
+                raise SaveSkipped(step, handle.waits_for, unfinished=handle.step, age_s=age_s)
         self._under_way.clear()
 
     def _stage(
-        self, handle: SaveHandle, shard: ShardId, state: dict[str, Any], deadline_s: float
-    ) -> None:
-        with self._tracer.span("plan", shard):
-            plan = plan_shard(state, previous=self._plan, replicas=self._replicas)
-        header = self._asking.header(shard, plan.shard_bytes, self._parent)
-        with self._tracer.span("slot", shard):
-            slot = self._reserver.take(self._asking.slot(header, self._given_up), deadline_s)
-            if slot is None:
-                why = self._reserver.waits_for
-                raise SaveSkipped(handle.step, why, unfinished=None, age_s=handle.age_s)
-            payload = self._slots.payload(slot, header.payload_bytes)
-        with self._tracer.span("copy", shard):
-            plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
-            # A recycled slot holds an older shard; what lies beyond this one is coded too.
-            payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
-        staged = moment()
-        handle.shard_bytes = plan.shard_bytes
-        handle.mark_staged()
-        self._plan = plan
-        self._under_way.append(handle)
-        message = self._asking.protection(shard, self._given_up)
-
-        def start() -> None:
-            self._cluster.agent.call(STAGE, Stage(header, slot.region))
-            self._cluster.agent.call(PROTECT, message)
-
-        self._watcher.follow(
-            Following(
-                handle,
-                shard,
-                self._deadline_s(),
-                start,
-                counted=True,
-                claim=plan.claim,
-                ended=lambda error: self._ended(header, staged, error),
-            )
+        self, handle: SaveHandle, shard: ShardId, state: Any, deadline_s: float
+    ) -> Routine[None]:
+        planned = perform(PlanState(state, self._snapshot))
+        snapshot = yield from traced("plan", shard, planned)
+        unix_s, _ = yield from perform(Mark())
+        header = self._requests.header(
+            shard, snapshot.shard_bytes, self._parent, created_unix_s=int(unix_s)
         )
+        taken = self.reserver.take(self._requests.slot(header, self._given_up), deadline_s)
+        slot = yield from traced("slot", shard, taken)
+        if slot is None:
+            age_s = (yield from perform(Now())) - handle.began_s
+            raise SaveSkipped(handle.step, self.reserver.waits_for, unfinished=None, age_s=age_s)
+        yield from copy_into_slot(snapshot, header, slot)
+        staged = yield from perform(Mark())
+        handle.shard_bytes = snapshot.shard_bytes
+        handle.mark_staged((yield from perform(Now())))
+        self._snapshot = snapshot
+        self._under_way.append(handle)
+        yield from perform(Report(SaveStaged(shard)))
+        protect = self._requests.protection(shard, self._given_up)
+        claim = snapshot.claim
+        save = StagedSave(
+            handle=handle,
+            deadline=(yield from self._deadline(shard)),
+            begin=lambda: start_protecting(Stage(header, slot.region), protect),
+            check=ReplicaCheck(shard, claim, self._claimed) if claim else None,
+            ended=lambda error: self._ended(header, staged, error),
+        )
+        yield from perform(Queue(Lane.FOLLOW, self._commits.see_through(save)))
 
-    def _ended(self, header: Header, staged: Moment, error: EcckptError | None) -> None:
+    def _ended(self, header: Header, staged: Moment, error: EcckptError | None) -> Routine[None]:
         """A save has committed or failed: have a slot for the next, which will be about as large.
 
-        Called by the watcher's thread, while the handle still keeps ``save`` from going on.
+        The handle still keeps the next ``save`` from beginning.
         """
-        self._tracer.since(staged, "protect and commit", header.shard)
-        self._watcher.call(self.send_spans)
-        if header.shard.generation.timeline != self.timeline:
+        generation = header.shard.generation
+        if error is None:
+            self._archivist.note_commit(generation)
+        yield from perform(TraceSpan("protect and commit", header.shard, staged))
+        yield from perform(Queue(Lane.FOLLOW, self.send_spans()))
+        if generation.timeline != self.timeline:
             return
         if error is None:
             self._given_up.clear()
-            self._watcher.call(self._guard)  # again: its agent may have been replaced
+            yield from perform(Queue(Lane.FOLLOW, self._guard()))  # its agent may be a new one
         else:
-            self._given_up.append(header.shard.generation)
-        self._reserver.ahead(self._asking.slot(header, self._given_up))
+            self._given_up.append(generation)
+        yield from self.reserver.ahead(self._requests.slot(header, self._given_up))
 
     def _not_saved(
         self, handle: SaveHandle, shard: ShardId, error: Exception, *, raised: bool
-    ) -> None:
+    ) -> Routine[None]:
         known = error if isinstance(error, EcckptError) else EcckptError(f"{shard}: {error}")
-        self._abandon(handle, shard, known)
+        yield from self._abandon(handle, shard, known)
         self.skipped += handle.skipped
         if raised or self._strict:
             raise known
-        _log.warning("step %d was not saved: %s", handle.step, known)
 
-    def _abandon(self, handle: SaveHandle, shard: ShardId, error: EcckptError) -> None:
+    def _abandon(self, handle: SaveHandle, shard: ShardId, error: EcckptError) -> Routine[None]:
         """The other ranks hear of it, and begin their next save when this one does."""
-        handle.finish(error)
+        yield from perform(FinishHandle(handle, error))
         self.latest = handle
         self._under_way.append(handle)
-        self._watcher.abandon(handle, shard, self._deadline_s())
+        yield from perform(Report(SaveFailure(shard, error)))
+        deadline = yield from self._deadline(shard)
+        yield from perform(Queue(Lane.FOLLOW, self._commits.abandon(handle, deadline)))
 
-    def _deadline_s(self) -> float:
-        return time.monotonic() + self._timeout_s
+    def _deadline(self, shard: ShardId) -> Routine[Deadline]:
+        return Deadline(shard, (yield from perform(Now())) + self._timeout_s)
 
     # -- by other means ---------------------------------------------------------------------------
 
-    def ticket(self, step: int) -> Ticket:
+    def ticket(self, step: int) -> Routine[Ticket]:
         """See ``Checkpointer.ticket``."""
-        generation = self._next(step)
-        self._settle_ticket()
-        for each in self._under_way:
-            if not while_alive(self._cluster.agent, each.wait_left, timeout_s=self._timeout_s):
-                raise SaveTimedOut(f"the save of step {each.step} is still not finished")
+        generation = self._next_generation(step)
+        yield from self._settle_ticket()
+        for handle in self._under_way:
+
+            def left(wait_s: float, each: SaveHandle = handle) -> Routine[bool]:
+                return (yield from until(lambda: each.left, wait_s))
+
+            if not (yield from while_alive(left, timeout_s=self._timeout_s)):
+                raise SaveTimedOut(f"the save of step {handle.step} is still not finished")
         self._under_way.clear()
-        self._reserver.settle()
+        yield from self.reserver.settle()
         self.latest, self._last_step = None, step
-        shard = self._asking.shard(generation)
+        shard = self._requests.shard(generation)
+        cluster = self._requests.cluster
         self._ticket = Ticket(
-            header=self._asking.header(shard, 0, self._parent),
-            protection=self._asking.protection(shard, self._given_up),
-            agent=self._cluster.agent,
-            peers=tuple(self._cluster.peers.values()),
-            node=self._node,
-            local_ranks=self._asking.local_ranks,
+            header=self._requests.header(shard, 0, self._parent, created_unix_s=0),
+            protection=self._requests.protection(shard, self._given_up),
+            nodes=tuple(cluster.address),
+            local_ranks=cluster.local_ranks,
             timeout_s=self._timeout_s,
         )
         return self._ticket
 
-    def _settle_ticket(self) -> None:
-        """Whoever had the ticket does not tell how it went; the agents know."""
+    def _settle_ticket(self) -> Routine[None]:
+        """Ask the agents how the last ticket's save went: its holder does not tell."""
         if self._ticket is None:
             return
-        generation = self._ticket.shard.generation
-        if self._ticket.is_committed():
+        ticket, self._ticket = self._ticket, None
+        if (yield from ticket.is_committed()):
             self._given_up.clear()
-            self._storer.committed(generation)
+            self._archivist.note_commit(ticket.shard.generation)
         else:
-            self._given_up.append(generation)
-        self._ticket = None
+            self._given_up.append(ticket.shard.generation)
 
     def protect_again(
         self, header: Header, targets: tuple[Target, ...], handle: SaveHandle
-    ) -> None:
+    ) -> Routine[None]:
         """Re-make the fragments of a restored shard that were lost, from the home copy here now."""
         if not targets:
-            handle.finish()
+            yield from perform(FinishHandle(handle, None))
             return
-        handle.mark_staged()
-        shard, agent = header.shard, self._cluster.agent
-        message = self._asking.repair(shard, self.timeline or 0, targets)
-
-        def start() -> None:
-            agent.call(PROTECT, message)
-
-        self._watcher.follow(Following(handle, shard, self._deadline_s(), start, False))
+        handle.mark_staged((yield from perform(Now())))
+        protect = self._requests.repair(header.shard, self.timeline or 0, targets)
+        save = StagedSave(
+            handle=handle,
+            deadline=(yield from self._deadline(header.shard)),
+            begin=lambda: _protect(protect),
+            check=None,
+            ended=_nothing,
+            counted=False,
+        )
+        yield from perform(Queue(Lane.FOLLOW, self._commits.see_through(save)))
 
     # -- beside the saves -------------------------------------------------------------------------
 
-    def call(self, act: Callable[[], object]) -> None:
-        """Do something in the background, after the saves that are under way."""
-        self._watcher.call(act)
+    def send_spans(self) -> Routine[None]:
+        """Leave with this node's agent where time went; in the background."""
+        yield from send_spans(self._requests.cluster.run)
 
-    def send_spans(self) -> None:
-        """Leave it with the agent where time went; called in the background."""
-        with contextlib.suppress(EcckptError, OSError):  # a look that is missing hurts nobody
-            agent = replace(self._cluster.agent, timeout_s=_SPANS_TIMEOUT_S)
-            agent.call(SPANS, Spans(self._asking.config.run, self._tracer.take()))
-
-    def _guard(self) -> None:
-        guard(
-            self._cluster,
-            self.timeline or 0,
-            local_ranks=self._asking.local_ranks,
-            timeout_s=0.5 * self._timeout_s,
-        )
+    def _guard(self) -> Routine[None]:
+        """Have this node's agent watch the holders, with little patience: it is asked again."""
+        try:
+            yield from call_own(GUARD, self._requests.guard(self.timeline or 0), deadlines.GUARD_S)
+        except (EcckptError, OSError) as error:
+            text = f"no agent watches the holders until the next save: {error}"
+            yield from perform(Report(Message(logging.WARNING, text)))
 
     # -- end --------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def settle(self) -> Routine[None]:
         """Wait until no save is under way, at most until they are late."""
-        deadline_s = self._deadline_s()
-        for each in self._under_way:
-            each.wait_done(max(0.0, deadline_s - time.monotonic()))
+        deadline_s = (yield from perform(Now())) + self._timeout_s
+        for handle in self._under_way:
+            left_s = max(0.0, deadline_s - (yield from perform(Now())))
+            yield from until(lambda each=handle: each.done, left_s)  # type: ignore[misc]
 
-    def close(self) -> None:
-        """Wait until the last save is committed or has failed, and end the threads."""
-        # More than a last save, a re-protection and telling the agents of it may take.
-        patience_s = 2 * self._timeout_s + COMMIT_TIMEOUT_S * (len(self._cluster.share) + 1)
-        settled = self._watcher.close(patience_s)
-        if not settled:
-            for each in self._under_way:
-                if not each.done:
-                    each.finish(SaveTimedOut("the store of the ranks does not answer"))
-        if settled and self._asking.rank == 0:
-            self._settle_ticket()  # for the disks
-        self._storer.close(self._timeout_s)
-        self._reserver.close()
+    def begin_close(self) -> None:
+        """From now on waits for other ranks end early."""
+        self._commits.closing = True
+
+    def unfinished(self) -> list[SaveHandle]:
+        """Saves that have neither committed nor failed."""
+        return [handle for handle in self._under_way if not handle.done]
+
+    def finish_close(self, *, settled: bool) -> Routine[None]:
+        """Note for the disks how the last ticket went, and reserve no more slots."""
+        if settled and self._requests.cluster.rank == 0:
+            yield from self._settle_ticket()
+        self.reserver.close()
+
+
+def _protect(message: Protect) -> Routine[None]:
+    yield from call_own(PROTECT, message, deadlines.CALL_S)
+
+
+def _nothing(error: EcckptError | None) -> Routine[None]:
+    del error
+    yield from ()

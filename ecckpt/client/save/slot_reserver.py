@@ -1,82 +1,55 @@
-"""A slot for the next save, reserved while training goes on: the save itself asks nobody.
+"""A slot for the next save, reserved while training goes on: then ``save()`` sends no request.
 
-One thread does all the asking. Whoever waits for it looks now and then whether the agent answers
-at all: an agent that hangs must not keep the training program waiting.
+    nothing --ahead--> wish --RESERVE answered--> slot --take--> nothing
+                        |  ^                       error --take--> raised, nothing
+                        v  |
+                       silent (the agent does not answer; it is started again)
+
+One routine at a time sends requests, in ``Lane.RESERVE``. A caller that waits for it pings the
+agent now and then: an agent that hangs must not keep the training program waiting.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
-from ecckpt.client.slot_mappings import Slots
+from ecckpt.client import deadlines
+from ecckpt.client.effects import (
+    Lane,
+    MapSlot,
+    Now,
+    PingAgent,
+    Queue,
+    Report,
+    ReviveAgent,
+    Routine,
+    SlotExists,
+    call_own,
+    perform,
+    until,
+)
+from ecckpt.client.events import Message
 from ecckpt.errors import AgentUnreachable, EcckptError
-from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.messages.save import Reserve, Slot
 from ecckpt.protocol.verbs import RESERVE
 
-_log = logging.getLogger(__name__)
 
-_SIGN_OF_LIFE_S = 2.0
-_GLANCE_S = 0.05
-_FIRST_LOOK_S = 0.25
-_LATER_LOOKS_S = 2.0
-_RETRY_S = 1.0
+class SlotReserver:
+    """At most one slot, reserved and mapped ahead of the save that will fill it."""
 
-
-class Reserver:
-    """At most one slot, reserved and mapped ahead of the save that will fill it.
-
-    Args:
-        agent: this node's.
-        slots: where slots are mapped, so that the save need not.
-        revive: starts the agent again if it has died; called in the background.
-    """
-
-    def __init__(self, agent: AgentClient, slots: Slots, revive: Callable[[], None]) -> None:
-        self._agent, self._slots, self._revive = agent, slots, revive
-        self._news = threading.Condition()
+    def __init__(self) -> None:
         self._wish: Reserve | None = None
         self._slot: Slot | None = None
         self._error: EcckptError | OSError | None = None
         self._silent: AgentUnreachable | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="ecckpt-reserve", daemon=True)
-        self._thread.start()
 
-    def ahead(self, wish: Reserve) -> None:
-        """Begin to reserve a slot like this and return.
-
-        Never while one is taken and not staged: the agent keeps one for a rank, the latest.
-        """
-        with self._news:
-            self._submit(wish)
-
-    def take(self, wish: Reserve, deadline_s: float = math.inf) -> Slot | None:
-        """The slot reserved ahead if it will do, else one reserved now; the caller's from now on.
-
-        None if there is none by ``deadline_s`` (of the monotonic clock): it is made nevertheless,
-        for who comes next. Raises what reserving raises. Without a deadline, waits as long as the
-        agent is at work and shows that it lives, and ``AgentUnreachable`` comes within seconds
-        after it no longer does.
-        """
-        with self._news:
-            if not self._await_until(deadline_s):
-                return None
-            if self._slot is None or not _fits(self._slot, wish):
-                self._submit(wish)
-                if not self._await_until(deadline_s):
-                    return None
-            slot, self._slot = self._slot, None
-            if slot is None:
-                assert self._error is not None
-                raise self._error
-            return slot
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being reserved."""
+        return self._wish is None
 
     @property
     def waits_for(self) -> str:
@@ -84,114 +57,119 @@ class Reserver:
         silent = self._silent
         return f"no answer from {silent}" if silent else "waiting for this node's agent to make it"
 
-    def settle(self) -> None:
-        """Wait until nothing is being reserved, and count on no slot: somebody else reserves next.
+    def ahead(self, wish: Reserve) -> Routine[None]:
+        """Begin to reserve a slot like this and return."""
+        self._wish, self._slot, self._error = wish, None, None
+        yield from perform(Queue(Lane.RESERVE, self._reserve()))
+
+    def take(self, wish: Reserve, deadline_s: float) -> Routine[Slot | None]:
+        """The slot reserved ahead if it will do, else one reserved now; the caller's from now on.
+
+        None if there is none by ``deadline_s``: it is reserved nevertheless, for the next caller.
+        Raises what reserving raises. Without a deadline (infinity) it waits as long as the agent is
+        at work and answers pings, and raises ``AgentUnreachable`` within seconds after that.
+        """
+        if not (yield from self._await_until(deadline_s)):
+            return None
+        if not (yield from self._fits(wish)):
+            yield from self.ahead(wish)
+            if not (yield from self._await_until(deadline_s)):
+                return None
+        slot, self._slot = self._slot, None
+        if slot is None:
+            assert self._error is not None
+            raise self._error
+        return slot
+
+    def settle(self) -> Routine[None]:
+        """Wait until nothing is being reserved, and drop the slot: another reserves the next.
 
         Raises ``AgentUnreachable`` as ``take`` does.
         """
-        with self._news:
-            self._await()
-            self._slot = None
+        yield from self._await_answer()
+        self._slot = None
 
     def close(self) -> None:
-        """End the thread, after the call it is in."""
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
-        self._thread.join()
+        """Reserve nothing any more, after the request that is under way."""
+        self._closed = True
 
-    def _submit(self, wish: Reserve) -> None:
-        self._wish, self._slot, self._error = wish, None, None
-        self._news.notify_all()
+    def _fits(self, wish: Reserve) -> Routine[bool]:
+        slot = self._slot
+        if slot is None:
+            return False
+        mine, wanted = slot.header.shard, wish.header.shard
+        return (
+            mine.generation.timeline == wanted.generation.timeline
+            and slot.file_bytes >= wish.header.file_bytes
+            and (yield from perform(SlotExists(slot)))
+        )
 
-    def _await_until(self, deadline_s: float) -> bool:
+    def _await_until(self, deadline_s: float) -> Routine[bool]:
         if math.isinf(deadline_s):
-            self._await()
+            yield from self._await_answer()
             return True
-        left_s = max(0.0, deadline_s - time.monotonic())
-        return self._news.wait_for(lambda: self._wish is None, left_s)
+        left_s = max(0.0, deadline_s - (yield from perform(Now())))
+        return (yield from until(lambda: self._wish is None, left_s))
 
-    def _await(self) -> None:
-        """Wait, with the lock, until there is an answer to the latest wish."""
+    def _await_answer(self) -> Routine[None]:
+        """Wait until the agent has answered the latest wish."""
 
-        def answered(wait_s: float) -> bool:
-            self._news.wait_for(lambda: self._wish is None or self._silent, wait_s)
+        def answered(wait_s: float) -> Routine[bool]:
+            yield from until(lambda: self._wish is None or self._silent is not None, wait_s)
             if self._wish is not None and self._silent is not None:
                 raise self._silent
             return self._wish is None
 
         try:
             if self._wish is not None and self._silent is not None:
-                # By what the thread last saw it does not answer; it may be back by now.
-                replace(self._agent, timeout_s=_GLANCE_S).node()
+                # The agent did not answer last time; it may be back by now.
+                yield from perform(PingAgent(deadlines.GLANCE_S))
                 self._silent = None
-            while_alive(self._agent, answered)
+            yield from while_alive(answered, timeout_s=math.inf)
         except AgentUnreachable as error:
             self._silent = error
             raise
 
-    def _run(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._wish is not None or self._closed)
-                if self._closed:
-                    return
-                wish = self._wish
-            assert wish is not None
+    def _reserve(self) -> Routine[None]:
+        """Ask the agent until the latest wish is answered, one way or the other."""
+        while (wish := self._wish) is not None and not self._closed:
             slot, error = None, None
             try:
-                slot = self._agent.call(RESERVE, wish)
-                self._slots.ahead(slot, wish.header.payload_bytes)
+                slot = yield from call_own(RESERVE, wish, deadlines.CALL_S)
+                yield from perform(MapSlot(slot, wish.header.payload_bytes))
             except AgentUnreachable as unreachable:
-                self._fall_silent(unreachable)
+                yield from self._fall_silent(unreachable)
                 continue
             except (EcckptError, OSError) as other:
                 slot, error = None, other
-                _log.info("no slot for the next save: %s", error)
-            with self._news:
-                self._silent = None
-                if self._wish is wish:
-                    self._wish, self._slot, self._error = None, slot, error
-                self._news.notify_all()
+                text = f"no slot for the next save: {other}"
+                yield from perform(Report(Message(logging.INFO, text)))
+            self._silent = None
+            if self._wish is wish:
+                self._wish, self._slot, self._error = None, slot, error
 
-    def _fall_silent(self, error: AgentUnreachable) -> None:
-        """Nobody waits for an agent that is known not to answer; try to have one that does."""
-        with self._news:
-            self._silent = error
-            self._news.notify_all()
-            if self._closed:
-                return
+    def _fall_silent(self, error: AgentUnreachable) -> Routine[None]:
+        """Let callers go on without the agent, and try to have one that answers."""
+        self._silent = error
         try:
-            self._revive()
+            yield from perform(ReviveAgent())
         except (EcckptError, OSError) as still:
-            _log.warning("this node's agent: %s", still)
-            with self._news:
-                self._news.wait_for(lambda: self._closed, _RETRY_S)
+            yield from perform(Report(Message(logging.WARNING, f"this node's agent: {still}")))
+            yield from until(lambda: self._closed, deadlines.REVIVE_AGAIN_S)
 
 
-def while_alive(
-    agent: AgentClient, done: Callable[[float], bool], *, timeout_s: float = float("inf")
-) -> bool:
-    """Wait until ``done(wait_s)``, which may wait that long, is true; False after ``timeout_s``.
+def while_alive(done: Callable[[float], Routine[bool]], *, timeout_s: float) -> Routine[bool]:
+    """Run ``done(wait_s)``, which may wait that long, until it is true; False after ``timeout_s``.
 
-    Raises ``AgentUnreachable`` if the agent gives no sign of life meanwhile.
+    Raises ``AgentUnreachable`` if this node's agent gives no sign of life meanwhile.
     """
-    deadline_s = time.monotonic() + timeout_s
-    look_s = _FIRST_LOOK_S
+    deadline_s = (yield from perform(Now())) + timeout_s
+    look_s = deadlines.FIRST_PING_AFTER_S
     while True:
-        left_s = max(0.0, deadline_s - time.monotonic())
-        if done(min(look_s, left_s)):
+        left_s = max(0.0, deadline_s - (yield from perform(Now())))
+        if (yield from done(min(look_s, left_s))):
             return True
         if left_s <= look_s:
             return False
-        replace(agent, timeout_s=_SIGN_OF_LIFE_S).node()
-        look_s = _LATER_LOOKS_S
-
-
-def _fits(slot: Slot, wish: Reserve) -> bool:
-    mine, wanted = slot.header.shard, wish.header.shard
-    return (
-        mine.generation.timeline == wanted.generation.timeline
-        and slot.file_bytes >= wish.header.file_bytes
-        and Path(slot.path).exists()  # an agent that was started anew keeps no unused slots
-    )
+        yield from perform(PingAgent(deadlines.PING_S))
+        look_s = deadlines.LATER_PINGS_AFTER_S

@@ -1,46 +1,40 @@
-"""Saving one shard by somebody else than the Checkpointer: what that takes, as a value.
+"""The right to save one shard by other means than ``Checkpointer.save``, as plain data.
 
-A ticket is plain data and holds no connection, so it may go to another process. Whoever has it
-stages the shard into a slot of the node's agent and has it protected. That all ranks have done so
-is for them to find out: then one of them commits.
+A ticket holds no connection, so it may go to another process, which stages the shard into a slot of
+the node's agent and has it protected. The ranks find out among themselves that all have done so;
+then one of them commits. client/threads.py performs these routines (``HeldTicket``).
 """
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import repeat
 
-from ecckpt.client.cluster.local_agent import find_or_start
-from ecckpt.client.config import NodeConfig
-from ecckpt.client.save.commit_notice import tell_committed
-from ecckpt.client.slot_mappings import Slots
-from ecckpt.errors import EcckptError, SaveFailed, SaveTimedOut
+from ecckpt.client import deadlines
+from ecckpt.client.effects import Mark, Now, Routine, Snapshot, call_all, call_own, perform, traced
+from ecckpt.client.save.staging import Deadline, await_protected, copy_into_slot
+from ecckpt.client.save.traces import send_spans
+from ecckpt.errors import EcckptError
 from ecckpt.format.fragment_file import Header, block_bytes_for, fragment_bytes_for
-from ecckpt.format.ids import Generation, ShardId
-from ecckpt.protocol.agent_client import AgentClient
-from ecckpt.protocol.messages.save import Commit, Progress, Protect, Reserve, Stage, Watch
-from ecckpt.protocol.verbs import COMMIT, INVENTORY, PROTECT, RESERVE, STAGE, WATCH
-from ecckpt.state.snapshot.plan import ShardPlan
-
-_WATCH_S = 1.0
-_AT_A_TIME = 32  # agents that are asked or told
+from ecckpt.format.ids import ShardId
+from ecckpt.policy.survival import Inventory
+from ecckpt.protocol.messages.save import Commit, Progress, Protect, Reserve, Stage
+from ecckpt.protocol.verbs import COMMIT, INVENTORY, PROTECT, RESERVE, STAGE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """The right to save one rank's shard of one generation.
 
-    ``header`` describes the shard but for its length; ``protection`` is what the agent is asked for
-    once it is staged. ``node`` tells how to start the agent again. ``timeout_s`` bounds the save.
+    Attributes:
+        header: of the shard, but for its length.
+        protection: what the agent is asked for once the shard is staged.
+        nodes: all nodes of the run.
+        timeout_s: bounds the save.
     """
 
     header: Header
     protection: Protect
-    agent: AgentClient
-    peers: tuple[AgentClient, ...]
-    node: NodeConfig
+    nodes: tuple[str, ...]
     local_ranks: int
     timeout_s: float
 
@@ -49,75 +43,62 @@ class Ticket:
         """Which shard."""
         return self.header.shard
 
-    def stage(self, plan: ShardPlan, slots: Slots) -> None:
-        """Reserve a slot at this node's agent and write the shard into it.
+    def stage(self, snapshot: Snapshot) -> Routine[None]:
+        """Reserve a slot at this node's agent and copy the shard into it.
 
         Raises what the agent answers: ``MemoryBudgetTooSmall``, ``TmpfsFull``, ``Fenced``,
         ``AgentUnreachable``.
         """
+        unix_s, _ = yield from perform(Mark())
         header = replace(
             self.header,
-            shard_bytes=plan.shard_bytes,
-            fragment_bytes=fragment_bytes_for(plan.shard_bytes, self.header.k),
-            block_bytes=block_bytes_for(plan.shard_bytes),
-            created_unix_s=int(time.time()),
+            shard_bytes=snapshot.shard_bytes,
+            fragment_bytes=fragment_bytes_for(snapshot.shard_bytes, self.header.k),
+            block_bytes=block_bytes_for(snapshot.shard_bytes),
+            created_unix_s=int(unix_s),
         )
-        slot = self.agent.call(
-            RESERVE,
-            Reserve(
-                header=header,
-                memory_bytes=self.protection.memory_bytes,
-                local_ranks=self.local_ranks,
-                holders=len(self.protection.targets),
-                discard=self.protection.discard,
-            ),
+        reserve = Reserve(
+            header=header,
+            memory_bytes=self.protection.memory_bytes,
+            local_ranks=self.local_ranks,
+            holders=len(self.protection.targets),
+            discard=self.protection.discard,
         )
-        payload = slots.payload(slot, header.payload_bytes)
-        plan.write(payload[: plan.shard_bytes])
-        # A recycled slot holds an older shard; what lies beyond this one is coded too.
-        payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
-        self.agent.call(STAGE, Stage(header, slot.region))
+        asked = call_own(RESERVE, reserve, deadlines.CALL_S)
+        slot = yield from traced("slot", self.shard, asked)
+        yield from copy_into_slot(snapshot, header, slot)
+        yield from call_own(STAGE, Stage(header, slot.region), deadlines.CALL_S)
 
-    def protect(self) -> Progress:
+    def protect(self) -> Routine[Progress]:
         """Have the staged shard coded and spread, and wait until it has its redundancy.
 
         Raises ``SaveFailed`` if it cannot get it, ``SaveTimedOut`` at the deadline.
         """
-        deadline_s = time.monotonic() + self.timeout_s
-        self.agent.call(PROTECT, self.protection)
-        state = "encoding"
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            watch = Watch(self.shard, state, min(_WATCH_S, left_s))
-            progress = self.agent.call(WATCH, watch)
-            state = progress.state
-            if state == "protected":
-                return progress
-            if state in ("failed", "unknown"):
-                detail = "; ".join(progress.problems[:8]) or "the agent was restarted meanwhile"
-                raise SaveFailed(f"{self.shard}: not protected: {detail}")
-        raise SaveTimedOut(f"{self.shard}: still {state} at its deadline")
+        deadline = Deadline(self.shard, (yield from perform(Now())) + self.timeout_s)
+        yield from call_own(PROTECT, self.protection, deadlines.CALL_S)
+        waited = await_protected(deadline)
+        progress = yield from traced("protect and commit", self.shard, waited)
+        yield from send_spans(self.shard.run)
+        return progress
 
-    def commit(self) -> None:
+    def commit(self) -> Routine[None]:
         """Tell all agents that every shard is protected. Raises unless this node's has taken it."""
-        self.agent.call(COMMIT, Commit(self.shard.run, self.shard.generation))
-        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="tell") as telling:
-            list(telling.map(tell_committed, self.peers, repeat(self.shard)))
+        message = Commit(self.shard.run, self.shard.generation)
+        yield from call_own(COMMIT, message, deadlines.CALL_S)
+        # An agent that misses the commit learns of it from the next one.
+        yield from call_all(COMMIT, message, self.nodes, deadlines.COMMIT_S)
 
-    def is_committed(self) -> bool:
+    def is_committed(self) -> Routine[bool]:
         """Whether some agent knows this generation, or a newer one, as committed."""
-        if _knows(self.agent, self.shard):
-            return True
-        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="ask") as asking:
-            return any(asking.map(_knows, self.peers, repeat(self.shard)))
+        try:
+            inventory = yield from call_own(INVENTORY, self.shard.run, deadlines.CALL_S)
+            if self._is_known_to(inventory):
+                return True
+        except (EcckptError, OSError):
+            pass  # this node's agent is away: the others may know
+        answers = yield from call_all(INVENTORY, self.shard.run, self.nodes, deadlines.CALL_S)
+        return any(self._is_known_to(answer) for answer in answers.values())
 
-    def revive_agent(self) -> None:
-        """Start this node's agent again, as the node it was, at the address its peers know."""
-        find_or_start(self.node)
-
-
-def _knows(agent: AgentClient, shard: ShardId) -> bool:
-    try:
-        committed: Generation | None = agent.call(INVENTORY, shard.run).committed
-    except (EcckptError, OSError):  # it says nothing, so it is not known
-        return False
-    return committed is not None and committed >= shard.generation
+    def _is_known_to(self, answer: object) -> bool:
+        committed = answer.committed if isinstance(answer, Inventory) else None
+        return committed is not None and committed >= self.shard.generation

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from ecckpt.client.checkpointer import Checkpointer
 from ecckpt.client.read.shard_reader import ShardReader
-from ecckpt.client.restore.restorer import FoundGeneration
+from ecckpt.client.restore.found import FoundGeneration
 from ecckpt.errors import InvalidConfig, NothingToRestore, StateMismatch
 from ecckpt.integrations.dcp.plan_shard import Contents, check_id, read_contents
 from ecckpt.memory.gc_pause import collector_paused

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ecckpt.client.checkpointer import Checkpointer
-from ecckpt.client.save.ticket import Ticket
+from ecckpt.client.held_ticket import HeldTicket
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.errors import (
     AgentUnreachable,
@@ -72,7 +72,7 @@ class Writer(StorageWriter):
         self._step = step
         self._checkpointer: Checkpointer | None = checkpointer
         self._turn: Turn | None = None
-        self._ticket: Ticket | None = None
+        self._ticket: HeldTicket | None = None
         self._entered = False
         self._is_coordinator = False
 
@@ -215,7 +215,7 @@ class Writer(StorageWriter):
         del checkpoint_id
         return False
 
-    def _stage(self, ticket: Ticket, shard: ShardPlan) -> None:
+    def _stage(self, ticket: HeldTicket, shard: ShardPlan) -> None:
         if self._checkpointer is not None:
             self._checkpointer.stage(ticket, shard)
             return
@@ -231,7 +231,7 @@ class Writer(StorageWriter):
             self._ticket.revive_agent()
 
 
-def _check_receipts(receipts: list[Receipt], ticket: Ticket) -> None:
+def _check_receipts(receipts: list[Receipt], ticket: HeldTicket) -> None:
     receipts = sorted(receipts, key=lambda receipt: receipt.rank)
     ranks = [receipt.rank for receipt in receipts]
     if ranks != list(range(ticket.header.world_size)):

@@ -84,6 +84,7 @@ class Truth:
         self._decided: Generation | None = None  # to go on from, which agents may know before us
         self._loaded: dict[TruthStart, Loaded] = {}
         self._assigned: set[Region] = set()
+        self._claims: dict[Generation, set[bytes]] = defaultdict(set)
 
     # -- what agents do ---------------------------------------------------------------------------
 
@@ -210,6 +211,10 @@ class Truth:
         self._saved[shard] = data
         self._ranks[shard.generation] = ranks
 
+    def claimed(self, shard: ShardId, digest: bytes) -> None:
+        """A rank has saved what it says that all ranks have."""
+        self._claims[shard.generation].add(digest)
+
     def failed(self, shard: ShardId, error: Exception) -> None:
         """A save was given up."""
         if self._strict and shard.run == self.run:
@@ -233,6 +238,8 @@ class Truth:
             return
         self._committed.add(generation)
         self.counts.commits += 1
+        if len(self._claims[generation]) > 1:
+            raise Violation("replicas", f"{generation} was committed, and its ranks disagree")
         for shard in self._shards(generation):
             fragments = self._sealed[shard] - {HOME}
             if shard not in self._saved or len(fragments) < self._least:
@@ -400,3 +407,5 @@ class Truth:
             for shard in [each for each in table if each.generation not in kept]:
                 del table[shard]
         self._ranks = {each: ranks for each, ranks in self._ranks.items() if each in kept}
+        for generation in [each for each in self._claims if each not in kept]:
+            del self._claims[generation]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ecckpt.client.read.home_copy import ProofAhead, Prover
 from ecckpt.client.restore import home_copy as proving
 from ecckpt.client.restore import shard_source as bringing
 from ecckpt.client.restore.coordinator import Leader
-from ecckpt.client.restore.home_copy import ProofAhead, Prover
 from ecckpt.client.restore.protocol import as_told, way_home
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.errors import CorruptFragment, Fenced

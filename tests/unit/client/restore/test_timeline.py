@@ -1,8 +1,8 @@
 """The number of a new timeline, question by question."""
 
 import pytest
-
 from ecckpt.client.restore.timeline import first_free
+
 from ecckpt.errors import Fenced
 
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from ecckpt.client.save.archive_thread import Storer
 
 from ecckpt.client.save import archive_protocol as archiving
 from ecckpt.client.save import archive_thread as storing
 from ecckpt.client.save.archive_protocol import Disks
-from ecckpt.client.save.archive_thread import Storer
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.format.fragment_file import HOME
 from ecckpt.policy.retention import Keep

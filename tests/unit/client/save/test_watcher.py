@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch.distributed as dist
+from ecckpt.client.save.commit_notice import Teller
+from ecckpt.client.save.watcher import Following, Watcher
 
 from ecckpt.client.cluster.rendezvous import Alone, StoreMeeting
 from ecckpt.client.handles import SaveHandle
 from ecckpt.client.save import watcher as saving
-from ecckpt.client.save.commit_notice import Teller
-from ecckpt.client.save.watcher import Following, Watcher
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
 from ecckpt.format.ids import ShardId
 from ecckpt.protocol.messages.save import Progress

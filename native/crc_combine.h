@@ -1,4 +1,4 @@
-// The CRC32C of two pieces together, from the CRC32C of each.
+// Computes the CRC32C of two pieces together from the CRC32C of each.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,6 @@
 namespace ecckpt {
 
 // Both CRCs are complete ones; `second_bytes` is the length of the second piece.
-std::uint32_t joined_crc(std::uint32_t first, std::uint32_t second, std::size_t second_bytes);
+std::uint32_t combined_crc(std::uint32_t first, std::uint32_t second, std::size_t second_bytes);
 
 }  // namespace ecckpt

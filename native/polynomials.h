@@ -1,8 +1,9 @@
-// Tables of GF(2^8) / 0x11D and CRC32C, computed by the compiler.
+// Arithmetic of polynomials over GF(2): products in GF(2^8) / 0x11D, and powers of x modulo the
+// polynomial of CRC32C.
 //
-// Everything is in an anonymous namespace: each kernel file gets its own copy, compiled with its
-// own flags, and none can leak into another. Tables are constexpr so that no start-up code runs
-// with instructions that the CPU may lack.
+// The functions are constexpr, so that the compiler computes the kernels' tables. Start-up code
+// would run on every CPU, with instructions that some lack. The anonymous namespace gives each
+// kernel file its own instance, compiled with its own flags.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +33,7 @@ constexpr std::uint32_t crc_power(unsigned degree) {
     return value;
 }
 
-// The register that 32 zero bits turn into `value`: the division by x^32.
+// The register that becomes `value` after 32 zero bits: value / x^32.
 constexpr std::uint32_t crc_before_32_zeros(std::uint32_t value) {
     for (int step = 0; step < 32; ++step)
         value = (value & 0x80000000) ? ((value ^ crc_polynomial) << 1) | 1 : value << 1;

@@ -1,0 +1,289 @@
+"""Performs the client's effects in simulated time, with messages and bytes that are made up.
+
+The counterpart of client/threads.py and client/state_effects.py. It decides nothing: what a rank
+does and when is in client/. Code between two effects is atomic here, as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from ecckpt.agent.core.fetch import slot_of
+from ecckpt.client.effects import (
+    OWN,
+    CallAgent,
+    CallAgents,
+    CheckState,
+    Effect,
+    Exchange,
+    FinishHandle,
+    IsRelaid,
+    Join,
+    Lane,
+    LoadState,
+    Mark,
+    Now,
+    PingAgent,
+    PlanState,
+    Queue,
+    Report,
+    ReviveAgent,
+    Routine,
+    Snapshot,
+    Start,
+    StoreAdd,
+    StoreAgree,
+    StoreDrop,
+    StoreGet,
+    StorePut,
+    StoreSubtract,
+    StoreWait,
+    TakeSpans,
+    TraceSpan,
+    Until,
+)
+from ecckpt.errors import AgentUnreachable, EcckptError
+from ecckpt.protocol.verbs import BEGIN, GUARD, INVENTORY, SLOT, WATCH, Verb
+from ecckpt.sim.hosts.agent import SimulatedAgent
+from ecckpt.sim.hosts.host import SimulatedHost
+from ecckpt.sim.hosts.network import Answer, answering
+from ecckpt.sim.observer import Observer
+from ecckpt.sim.session import Session
+from ecckpt.sim.state import SimulatedState
+from ecckpt.sim.world import Actor, Process, Steps, Wait, sleep, together
+
+R = TypeVar("R")
+
+_START_AGENT_S = 0.3
+_AGENT_UP_S = 30.0
+
+Look = Callable[[SimulatedAgent, Any], object]
+
+# Requests that an agent answers without its core.
+_LOOKS: dict[Verb[Any, Any], Look] = {
+    INVENTORY: lambda agent, run: agent.core.ledgers.look(run).inventory(agent.node),
+    SLOT: lambda agent, shard: slot_of(
+        agent.core.home(shard).header, agent.core.home(shard).region
+    ),
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A process that waits for a condition."""
+
+    condition: Callable[[], bool]
+    process: Process
+
+
+@dataclass(eq=False, slots=True)
+class _SimulatedTask:
+    """A routine that was started: its result or error once it is done."""
+
+    done: bool = False
+    value: Any = None
+    waiting: list[Process] = field(default_factory=list)
+
+
+class SimulatedPerformer:
+    """Performs the routines of one rank, in processes of its actor."""
+
+    def __init__(self, actor: Actor, session: Session, rank: int, host: SimulatedHost) -> None:
+        self._actor, self._session, self._rank, self._host = actor, session, rank, host
+        self._world = actor.world
+        self._state = SimulatedState(session, rank, host)
+        self._observer = Observer(session, host)
+        self._waiters: list[_Waiter] = []
+        self._lanes: dict[Lane, deque[Routine[None]]] = {lane: deque() for lane in Lane}
+        self._running: set[Lane] = set()
+        self._in_store = _store_effects(session)
+        # Effects that take no simulated time, and those that do.
+        self._at_once: dict[type[Effect[Any]], Callable[[Any], Any]] = self._state.at_once | {
+            Now: lambda effect: self._world.now_s,
+            Mark: lambda effect: (self._world.now_s, self._world.now_s),
+            Queue: lambda effect: self._queue(effect.lane, effect.routine),
+            Start: lambda effect: self._start(effect.routine),
+            Report: lambda effect: self._observer.reported(effect.event),
+            FinishHandle: lambda effect: effect.handle.finish(effect.error, self._world.now_s),
+            TakeSpans: lambda effect: (),
+            TraceSpan: lambda effect: None,
+            CheckState: lambda effect: lambda: self._observer.loads(rank, effect.brought),
+            LoadState: lambda effect: effect.load(),
+            IsRelaid: lambda effect: False,
+        }
+        self._in_steps: dict[type[Effect[Any]], Callable[[Any], Steps]] = self._state.in_steps | {
+            CallAgent: self._call,
+            CallAgents: self._call_all,
+            PingAgent: self._ping,
+            ReviveAgent: self._revive,
+            Exchange: self._exchange,
+            StoreWait: self._store_wait,
+            Until: self._until,
+            Join: self._join,
+        }
+
+    def run(self, routine: Routine[R]) -> Steps:
+        """Perform a routine to its end; returns its result, or raises what it raises."""
+        result: Any = None
+        error: Exception | None = None
+        while True:
+            try:
+                effect = routine.send(result) if error is None else routine.throw(error)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._wake_waiters()
+            result = error = None
+            try:
+                result = yield from self._perform(effect)
+            except (EcckptError, OSError) as caught:
+                error = caught
+
+    def _perform(self, effect: Effect[Any]) -> Steps:
+        kind = type(effect)
+        if kind in self._at_once:
+            return self._at_once[kind](effect)
+        if kind in self._in_store:
+            act = self._in_store[kind]
+            return (yield from self._session.store(self._host, lambda: act(effect)))
+        return (yield from self._in_steps[kind](effect))
+
+    def plan(self, step: int) -> Snapshot:
+        """The snapshot of a step, for a save by ticket."""
+        return self._state.plan(PlanState(step, None))
+
+    # -- agents -----------------------------------------------------------------------------------
+
+    def _call(self, effect: CallAgent[Any, Any]) -> Steps:
+        if effect.verb is GUARD and not self._session.rules.guarded:
+            raise AgentUnreachable(self._host.node, "no request to guard arrives in this run")
+        node = self._host.node if effect.node == OWN else effect.node
+        return (yield self._request(effect.verb, effect.message, node, effect.patience_s))
+
+    def _call_all(self, effect: CallAgents[Any, Any]) -> Steps:
+        self._observer.asks(effect.verb is BEGIN)
+        nodes = effect.nodes
+        asked = [
+            self._request(effect.verb, effect.message, node, effect.patience_s) for node in nodes
+        ]
+        return dict(zip(nodes, (yield together(asked)), strict=True))
+
+    def _request(self, verb: Verb[Any, Any], message: Any, node: str, patience_s: float) -> Wait:
+        timeout_s = patience_s + verb.extra_s(message)
+        host, source = self._session.hosts[node], self._host.node
+        look = _LOOKS.get(verb)
+        if look is not None:
+            return host.call(source, answering(lambda agent: look(agent, message)), timeout_s)
+        if verb is WATCH:
+
+            def watch(agent: SimulatedAgent, answer: Answer) -> None:
+                agent.watch(message, answer)
+
+            return host.call(source, watch, timeout_s)
+        return host.ask(source, message, timeout_s)
+
+    def _ping(self, effect: PingAgent) -> Steps:
+        here = answering(lambda agent: agent.node)
+        yield self._host.call(self._host.node, here, effect.patience_s)
+
+    def _revive(self, effect: ReviveAgent) -> Steps:
+        """As ``find_or_start``: a new agent where none runs; one that hangs keeps its folder."""
+        del effect
+        if self._host.agent is None:
+            yield sleep(_START_AGENT_S)
+            self._host.start()
+        yield from self._ping(PingAgent(_AGENT_UP_S))
+
+    # -- other ranks ------------------------------------------------------------------------------
+
+    def _exchange(self, effect: Exchange) -> Steps:
+        def lead(payloads: list[bytes]) -> Steps:
+            return (yield from self.run(effect.decide(payloads)))
+
+        board = self._session.decide(
+            self._host,
+            self._rank,
+            effect.tag,
+            effect.payload,
+            lead,
+            timeout_s=effect.timeout_s,
+        )
+        return (yield from board)
+
+    def _store_wait(self, effect: StoreWait) -> Steps:
+        yield self._session.wait_for(effect.key, effect.timeout_s)
+
+    # -- time and concurrency ---------------------------------------------------------------------
+
+    def _until(self, effect: Until) -> Steps:
+        def begin(process: Process) -> None:
+            waiter = _Waiter(effect.condition, process)
+            self._waiters.append(waiter)
+            if not math.isinf(effect.timeout_s):
+                self._world.after(effect.timeout_s, self._late, waiter)
+
+        return effect.condition() or (yield begin)
+
+    def _late(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            waiter.process.resume(False)
+
+    def _wake_waiters(self) -> None:
+        for waiter in [each for each in self._waiters if each.condition()]:
+            self._waiters.remove(waiter)
+            self._world.after(0.0, waiter.process.resume, True)
+
+    def _queue(self, lane: Lane, routine: Routine[None]) -> None:
+        self._lanes[lane].append(routine)
+        if lane not in self._running:
+            self._running.add(lane)
+            self._actor.spawn(self._run_lane(lane))
+
+    def _run_lane(self, lane: Lane) -> Steps:
+        waiting = self._lanes[lane]
+        while waiting:
+            try:
+                yield from self.run(waiting.popleft())
+            except (EcckptError, OSError):
+                continue  # a thread of the real performer logs it
+        self._running.discard(lane)
+
+    def _start(self, routine: Routine[Any]) -> _SimulatedTask:
+        task = _SimulatedTask()
+
+        def steps() -> Steps:
+            try:
+                return (yield from self.run(routine))
+            except Exception as error:
+                return error
+
+        def ended(value: Any) -> None:
+            task.done, task.value = True, value
+            for process in task.waiting:
+                process.resume(value)
+
+        self._actor.spawn(steps(), ended=ended)
+        return task
+
+    def _join(self, effect: Join[Any]) -> Steps:
+        task = cast(_SimulatedTask, effect.task)
+        value = task.value if task.done else (yield task.waiting.append)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+
+def _store_effects(session: Session) -> dict[type[Effect[Any]], Callable[[Any], Any]]:
+    return {
+        StoreAdd: lambda effect: session.add(effect.key, effect.amount),
+        StoreSubtract: lambda effect: session.subtract(effect.key, effect.amount, effect.unless),
+        StoreAgree: lambda effect: session.agree(effect.key, effect.text),
+        StorePut: lambda effect: session.put(effect.key, effect.value),
+        StoreGet: lambda effect: session.values.get(effect.key),
+        StoreDrop: lambda effect: session.drop(effect.key),
+    }
