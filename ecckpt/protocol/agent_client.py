@@ -14,7 +14,7 @@ from ecckpt import errors
 from ecckpt.errors import InvalidMessage, RequestRefused, VersionMismatch
 from ecckpt.format.fragment_file import FORMAT_VERSION, Header, parse_table
 from ecckpt.format.ids import ShardId
-from ecckpt.protocol import http
+from ecckpt.protocol import deadlines, http
 from ecckpt.protocol.encoding import (
     MESSAGE_LIMIT_BYTES,
     PROTOCOL_VERSION,
@@ -29,7 +29,9 @@ from ecckpt.protocol.parallel_ranges import pull_ranges, ranges_of
 from ecckpt.protocol.verbs import A, M, Verb
 
 
-def peer_client(address: str, token: str, *, timeout_s: float = 10.0) -> AgentClient:
+def peer_client(
+    address: str, token: str, *, timeout_s: float = deadlines.CALL_TIMEOUT_S
+) -> AgentClient:
     """A client of another node's agent, at an address that came over the network.
 
     Raises ``InvalidConfig`` for anything but ``host:port``: nobody gets at Unix sockets here.
@@ -55,7 +57,7 @@ class AgentClient:
 
     address: str
     token: str = ""
-    timeout_s: float = 10.0
+    timeout_s: float = deadlines.CALL_TIMEOUT_S
 
     def node(self) -> NodeInfo:
         """Who it is; ``VersionMismatch`` if it speaks another protocol or format."""
@@ -111,7 +113,7 @@ class AgentClient:
         *,
         offset: int = 0,
         timeout_s: float,
-        patience_s: float = http.IDLE_TIMEOUT_S,
+        patience_s: float = deadlines.IDLE_TIMEOUT_S,
         pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
         last: bool = False,

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused, TooSlow
+from ecckpt.protocol import deadlines
 
-IDLE_TIMEOUT_S = 10.0
 _READ_BYTES = 8 << 20
 _PACED_READ_BYTES = 256 << 10  # smooth, not in bursts
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9.:%_-]+\]|[0-9A-Fa-f:.]+):([0-9]{1,5})")
@@ -59,7 +59,7 @@ class _TcpConnection(http.client.HTTPConnection):
         self.sock.settimeout(self.timeout)
         # A host that vanished never resets: unacknowledged bytes end the connection instead.
         self.sock.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE_TIMEOUT_S)
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadlines.IDLE_TIMEOUT_S)
         )
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -87,7 +87,7 @@ class Exchange:
         self.deadline_s = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._token = token
-        self._connection = _connection(address, min(timeout_s, IDLE_TIMEOUT_S))
+        self._connection = _connection(address, min(timeout_s, deadlines.IDLE_TIMEOUT_S))
         self._response: http.client.HTTPResponse | None = None
 
     def __enter__(self) -> Exchange:
@@ -126,7 +126,7 @@ class Exchange:
         sock: Any = self._connection.sock  # the connection forgets it on "Connection: close"
         sock.deadline_s, sock.idle_s = self.deadline_s, patience_s
         self._response = self._connection.getresponse()
-        sock.idle_s = min(patience_s, IDLE_TIMEOUT_S)
+        sock.idle_s = min(patience_s, deadlines.IDLE_TIMEOUT_S)
         return self._response
 
     def read_into(
@@ -186,7 +186,7 @@ def pull(
     offset: int = 0,
     token: str = "",
     timeout_s: float,
-    patience_s: float = IDLE_TIMEOUT_S,
+    patience_s: float = deadlines.IDLE_TIMEOUT_S,
     pace: Pace | None = None,
     wanted: Callable[[], bool] | None = None,
 ) -> None:
@@ -215,7 +215,7 @@ def pull(
 
 def patience(left_s: float) -> float:
     """How long to bear with one peer where others can be asked, with that much time for all."""
-    return min(IDLE_TIMEOUT_S, left_s / 4)
+    return min(deadlines.IDLE_TIMEOUT_S, left_s / 4)
 
 
 def _length(response: http.client.HTTPResponse) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.health import Sight, Vigil
+from ecckpt.agent.core.health import GroupHealth, PeerHealth
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.repair import Guard, Probe
@@ -168,7 +168,7 @@ class Wake:
     """Tell the core ``Due(task)`` at that time, or soon after."""
 
     at_s: float
-    task: Job | Taking | Vigil | Scrubbing
+    task: Job | Taking | GroupHealth | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +288,8 @@ class AskPeer:
     Nothing hangs on a single answer: patience of a few seconds is enough.
     """
 
-    vigil: Vigil
-    sight: Sight
+    health: GroupHealth
+    sight: PeerHealth
     message: Probe
     at_s: float
 
@@ -379,7 +379,7 @@ class Failed:
 class Due:
     """The time that a ``Wake`` named has come."""
 
-    task: Job | Taking | Vigil | Scrubbing
+    task: Job | Taking | GroupHealth | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)

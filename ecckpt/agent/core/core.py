@@ -45,12 +45,12 @@ from ecckpt.agent.core.actions import (
     Warn,
     Write,
 )
-from ecckpt.agent.core.archive import Storekeeper
+from ecckpt.agent.core.archive import Archiver
 from ecckpt.agent.core.fetch import Fetcher, slot_of
-from ecckpt.agent.core.health import Vigil
+from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.hold import Holder
 from ecckpt.agent.core.protect import EARLY_BYTES, Protector
-from ecckpt.agent.core.repair import Guardian
+from ecckpt.agent.core.repair import Repairer
 from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.scrub import Scrubber
@@ -97,13 +97,13 @@ class Core:
         early_bytes: int = EARLY_BYTES,
     ) -> None:
         self.ledgers = RunRecords(node, disk=disk)
-        self.storekeeper = Storekeeper(self.ledgers, problem=disk_problem)
+        self.archiver = Archiver(self.ledgers, problem=disk_problem)
         self._node = node
         self._budget_bytes = budget_bytes
         self._protector = Protector(self.ledgers, address=address, early_bytes=early_bytes)
         self._holder = Holder(self.ledgers)
         self._fetcher = Fetcher(self.ledgers)
-        self.guardian = Guardian(self.ledgers, self._protector, budget_bytes=budget_bytes)
+        self.repairer = Repairer(self.ledgers, self._protector, budget_bytes=budget_bytes)
         self._scrubber = Scrubber(self.ledgers, bytes_per_s=scrub_bytes_per_s)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -125,12 +125,15 @@ class Core:
             case Due(task):
                 actions = self._due(task, now_s)
             case Begun():
-                actions = [*self.guardian.resume(now_s), *self._scrubber.begin(now_s)]
+                actions = [
+                    *self.repairer.resume(now_s),
+                    *self._scrubber.schedule_first_round(now_s),
+                ]
             case _:
                 actions = self._requested(event, now_s)
-        return [*actions, *self._holder.prefetcher.review(), *self.guardian.review(now_s)]
+        return [*actions, *self._holder.prefetcher.review(), *self.repairer.review(now_s)]
 
-    def _due(self, task: Job | Taking | Vigil | Scrubbing, now_s: float) -> list[Action]:
+    def _due(self, task: Job | Taking | GroupHealth | Scrubbing, now_s: float) -> list[Action]:
         match task:
             case Job():
                 return self._protector.due(task, now_s)
@@ -138,7 +141,7 @@ class Core:
                 return self._holder.prefetcher.due(task)
             case Scrubbing():
                 return self._scrubber.due(task, now_s)
-        return self.guardian.due(task, now_s)
+        return self.repairer.due(task, now_s)
 
     def progress(self, shard: ShardId) -> Progress:
         """How far a shard is."""
@@ -153,11 +156,11 @@ class Core:
 
     def presence(self, message: Probe) -> Presence:
         """What is here of the shards that another node asks about, and what is about to be."""
-        ledger = self.ledgers.look(message.run)
+        record = self.ledgers.look(message.run)
         return Presence(
             node=self._node,
-            committed=ledger.committed,
-            held=tuple(tuple(ledger.held(shard)) for shard in message.shards),
+            committed=record.committed,
+            held=tuple(tuple(record.held(shard)) for shard in message.shards),
             coming=tuple(tuple(self._holder.coming(shard)) for shard in message.shards),
         )
 
@@ -188,8 +191,8 @@ class Core:
     def _asked_behind(self, request: Guard | Store | Retain, now_s: float) -> list[Action]:
         """What goes on behind the saves."""
         if isinstance(request, Guard):
-            return self.guardian.start(request, now_s)
-        return self.storekeeper.asked(request)
+            return self.repairer.start(request, now_s)
+        return self.archiver.handle_request(request)
 
     def _reserve(self, message: Reserve) -> list[Action]:
         header = message.header
@@ -225,7 +228,7 @@ class Core:
     def _stage(self, message: Stage) -> list[Action]:
         header = message.header
         run, timeline = header.shard.run, header.shard.generation.timeline
-        self.ledgers.look(run).check(timeline)
+        self.ledgers.look(run).check_writer(timeline)
         staged = self.ledgers.stage(header, message.region)
         return [*staged, *self.ledgers.admit(run, timeline), Reply(Done())]
 
@@ -237,34 +240,34 @@ class Core:
         return [MarkAssigned(home.region), Reply(slot_of(home.header, home.region))]
 
     def _commit(self, message: Commit) -> list[Action]:
-        ledger = self.ledgers.of(message.run)
-        ledger.commit(message.generation)
-        return self.ledgers.note(ledger, message) or [
-            *self.ledgers.retire(ledger.outdated()),
+        record = self.ledgers.of(message.run)
+        record.commit(message.generation)
+        return self.ledgers.write_notes(record, message) or [
+            *self.ledgers.retire(record.outdated()),
             Reply(Done()),
         ]
 
     def _fence(self, message: Begin | Forget | Fence) -> list[Action]:
-        ledger = self.ledgers.of(message.run)
+        record = self.ledgers.of(message.run)
         if isinstance(message, Fence):
-            newer = ledger.admit(message.timeline)
-            ledger.learn(message.roll_backs)
+            newer = record.admit(message.timeline)
+            record.learn_roll_backs(message.roll_backs)
             if message.restored:
-                ledger.went_on_from(message.restored)
+                record.went_on_from(message.restored)
         else:
             check_name("session", message.session)
-            newer = ledger.begin(message.timeline, message.session)
+            newer = record.begin_timeline(message.timeline, message.session)
         forgotten: list[Action] = []
         if isinstance(message, Forget):
             forgotten = [
-                *self.storekeeper.stop(message.run),
+                *self.archiver.stop(message.run),
                 *self._holder.prefetcher.clear(message.run),
                 *self.ledgers.forget(message.run),
             ]
         return [
             *(self.ledgers.clear(message.run) if newer else ()),
             *forgotten,
-            *(self.ledgers.note(ledger, message) or [self._reply(message)]),
+            *(self.ledgers.write_notes(record, message) or [self._reply(message)]),
         ]
 
     def _reply(self, request: Noted) -> Reply:
@@ -290,24 +293,24 @@ class Core:
             case Gather(fetching):
                 actions = self._fetcher.gathered(fetching, result)
             case AskPeer():
-                actions = self.guardian.answered(action, result, now_s)
+                actions = self.repairer.answered(action, result, now_s)
         return actions
 
     def _done_on_disk(self, action: Behind, result: Any) -> list[Action]:
         match action:
             case Write():
-                return self.storekeeper.written(action, result)
+                return self.archiver.written(action, result)
             case Record(run):
-                return self.ledgers.recorded(run, result)
+                return self.ledgers.notes_copied(run, result)
         return []  # files are gone
 
     def _remembered(self, run: str, notes: RunNotes) -> list[Action]:
-        ledger = self.ledgers.of(run)
-        ledger.noted = notes
+        record = self.ledgers.of(run)
+        record.noted = notes
         return [
-            *self.ledgers.retire(ledger.outdated()),
-            *self.ledgers.record(ledger),
-            *self.ledgers.remove(run, ledger.superseded()),
+            *self.ledgers.retire(record.outdated()),
+            *self.ledgers.copy_notes_to_disk(record),
+            *self.ledgers.remove(run, record.superseded()),
         ]
 
     def _allocated(self, task: object, region: Any) -> list[Action]:
@@ -336,11 +339,11 @@ class Core:
             case Allocate(task=Reserve() as request) | Remember(request=request):
                 actions = [Refuse(error)] if request else []
             case Write():
-                actions = self.storekeeper.failed(action, error)
+                actions = self.archiver.failed(action, error)
             case AskPeer():
-                actions = self.guardian.missed(action, now_s)
+                actions = self.repairer.missed(action, now_s)
             case Record(run):
-                actions = self.ledgers.recorded(run, None)
+                actions = self.ledgers.notes_copied(run, None)
             case Post(message=Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions
@@ -363,8 +366,8 @@ class Core:
         again = Allocate(
             action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
         )
-        ledger = self.ledgers.of(action.run)
-        abandoned = ledger.abandoned() or ledger.leftover()
+        record = self.ledgers.of(action.run)
+        abandoned = record.abandoned() or record.leftover()
         unused = self.ledgers.unused()
         if not abandoned and not unused:
             return self._failed(again, error, now_s)

@@ -33,16 +33,16 @@ FETCHES = 32
 class Fetcher:
     """The shards on their way to this node."""
 
-    def __init__(self, ledgers: RunRecords) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
         self._running = 0
 
     def start(self, message: Fetch) -> list[Action]:
         """Make this node the shard's home; answered when it is here."""
         if self._running >= FETCHES:
-            raise RequestRefused(self._ledgers.node, 503, f"{FETCHES} shards are being fetched")
+            raise RequestRefused(self._records.node, 503, f"{FETCHES} shards are being fetched")
         header = message.header
-        admitted = self._ledgers.admit(header.shard.run, message.writer)
+        admitted = self._records.admit(header.shard.run, message.writer)
         self._running += 1
         return [*admitted, _allocate(Fetching(message), header.file_bytes)]
 
@@ -63,7 +63,7 @@ class Fetcher:
         assert region is not None
         run = message.header.shard.run
         try:
-            admitted = self._ledgers.admit(run, message.writer)
+            admitted = self._records.admit(run, message.writer)
         except Fenced as error:
             return self.failed(fetching, error)
         entry = Entry(message.header, region, gathered.table)
@@ -74,14 +74,14 @@ class Fetcher:
             gathered.rebuilt_fragments,
             gathered.problems,
         )
-        entered = [Seal(entry), *self._ledgers.enter(entry)]
-        return [*admitted, *entered, *self._let_go(fetching), Reply(answer)]
+        entered = [Seal(entry), *self._records.enter(entry)]
+        return [*admitted, *entered, *self._release(fetching), Reply(answer)]
 
     def failed(self, fetching: Fetching, error: Exception) -> list[Action]:
         """There is no room, or what can be reached does not suffice."""
-        return [*self._let_go(fetching), Refuse(error)]
+        return [*self._release(fetching), Refuse(error)]
 
-    def _let_go(self, fetching: Fetching) -> list[Action]:
+    def _release(self, fetching: Fetching) -> list[Action]:
         self._running -= 1
         run = fetching.message.header.shard.run
         regions = [fetching.region, fetching.parity]

@@ -12,17 +12,16 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ecckpt.agent import deadlines
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe
 
-ROUND_S = 2.0
 MISSES = 3
-_LOST_ROUND_S = 5.0  # for those that are lost: each may cost a thread its patience
 
 
 @dataclass(eq=False, slots=True)
-class Sight:
+class PeerHealth:
     """A node that may hold fragments: what it ``held`` when it was last asked, at ``asked_s``.
 
     ``coming`` is what it was about to hold, ``committed`` what it was told of. ``misses`` is how
@@ -59,12 +58,12 @@ class ShardPieces:
     coming: Mapping[int, Collection[str]]
 
 
-class Vigil:
+class GroupHealth:
     """Watching over one run's home copies on the node ``home``."""
 
     def __init__(self, run: str, home: str) -> None:
         self.run = run
-        self.sights: list[Sight] = []
+        self.peers: list[PeerHealth] = []
         self._home = home
         self._guard: Guard | None = None
         self._newest: Generation | None = None
@@ -83,49 +82,51 @@ class Vigil:
         ``newest`` is the newest generation that the home was told of.
         """
         if self._guard is None or self._guard.members != guard.members:
-            self.sights = [Sight(each.node, each.domain, each.address) for each in guard.members]
+            self.peers = [
+                PeerHealth(each.node, each.domain, each.address) for each in guard.members
+            ]
         self._guard = guard
         self._newest = newest
         self._indices = indices
         self._since_s = {shard: self._since_s.get(shard, now_s) for shard in indices}
 
     @property
-    def holders(self) -> list[Sight]:
+    def holders(self) -> list[PeerHealth]:
         """The nodes that hold fragments 0, 1, ... when all is well."""
-        return self.sights[: self._guard.holders if self._guard else 0]
+        return self.peers[: self._guard.holders if self._guard else 0]
 
-    def to_ask(self, now_s: float) -> list[Sight]:
+    def to_ask(self, now_s: float) -> list[PeerHealth]:
         """Whom to ask now: the holders, and where they lack something the others too."""
         whole = all(self._whole(shard) for shard in self._indices)
-        asked = self.holders if whole else self.sights
-        due = [sight for sight in asked if not sight.asking and now_s >= sight.ask_at_s]
-        for sight in due:
-            sight.asking = True
+        asked = self.holders if whole else self.peers
+        due = [peer for peer in asked if not peer.asking and now_s >= peer.ask_at_s]
+        for peer in due:
+            peer.asking = True
         return due
 
-    def answered(self, sight: Sight, probe: Probe, seen: Presence, at_s: float) -> str:
+    def answered(self, peer: PeerHealth, probe: Probe, seen: Presence, at_s: float) -> str:
         """A node that was asked at that time has answered; returns what people should know."""
-        others = {self._home} | {each.node for each in self.sights if each is not sight}
+        others = {self._home} | {each.node for each in self.peers if each is not peer}
         if seen.node in others:
-            return self.missed(sight, at_s)  # an address that now is somebody else's
-        back = f"node {seen.node} at {sight.address} answers again" if sight.lost else ""
-        if seen.node != sight.node:
-            back = f"node {seen.node} is where node {sight.node} was, at {sight.address}"
-        sight.node, sight.asking, sight.misses, sight.asked_s = seen.node, False, 0, at_s
-        sight.ask_at_s, sight.committed = 0.0, seen.committed
-        sight.held = dict(zip(probe.shards, seen.held, strict=True))
-        sight.coming = dict(zip(probe.shards, seen.coming, strict=True))
+            return self.missed(peer, at_s)  # an address that now is somebody else's
+        back = f"node {seen.node} at {peer.address} answers again" if peer.lost else ""
+        if seen.node != peer.node:
+            back = f"node {seen.node} is where node {peer.node} was, at {peer.address}"
+        peer.node, peer.asking, peer.misses, peer.asked_s = seen.node, False, 0, at_s
+        peer.ask_at_s, peer.committed = 0.0, seen.committed
+        peer.held = dict(zip(probe.shards, seen.held, strict=True))
+        peer.coming = dict(zip(probe.shards, seen.coming, strict=True))
         return back
 
-    def missed(self, sight: Sight, now_s: float) -> str:
+    def missed(self, peer: PeerHealth, now_s: float) -> str:
         """A node has not answered; returns what people should know."""
-        sight.asking = False
-        sight.misses += 1
-        if sight.lost:
-            sight.ask_at_s = now_s + _LOST_ROUND_S
-        if sight.misses != MISSES:
+        peer.asking = False
+        peer.misses += 1
+        if peer.lost:
+            peer.ask_at_s = now_s + deadlines.LOST_PEER_ROUND_S
+        if peer.misses != MISSES:
             return ""
-        return f"node {sight.node} at {sight.address} counts as lost: no answer {MISSES} times"
+        return f"node {peer.node} at {peer.address} counts as lost: no answer {MISSES} times"
 
     def known(self, shard: ShardId, since_s: float) -> bool:
         """Whether all that matters for a shard was asked at that time or later.
@@ -136,32 +137,32 @@ class Vigil:
         if shard not in self._since_s or self._behind():
             return False
         since_s = max(since_s, self._since_s[shard])
-        asked = self.holders if self._whole(shard) else self.sights
-        return all(sight.knows(shard, since_s) for sight in asked)
+        asked = self.holders if self._whole(shard) else self.peers
+        return all(peer.knows(shard, since_s) for peer in asked)
 
     def pieces(self, shard: ShardId) -> ShardPieces:
         """Where what of a shard is, by the latest answers; the home's own copy is among them."""
         homes = {self._home}
         fragments: dict[int, list[str]] = defaultdict(list)
         coming: dict[int, list[str]] = defaultdict(list)
-        for sight in self.sights:
-            if sight.lost:
+        for peer in self.peers:
+            if peer.lost:
                 continue
-            for index in sight.held.get(shard, ()):
+            for index in peer.held.get(shard, ()):
                 if index == HOME:
-                    homes.add(sight.node)
+                    homes.add(peer.node)
                 else:
-                    fragments[index].append(sight.node)
-            for index in sight.coming.get(shard, ()):
-                coming[index].append(sight.node)
+                    fragments[index].append(peer.node)
+            for index in peer.coming.get(shard, ()):
+                coming[index].append(peer.node)
         return ShardPieces(frozenset(homes), fragments, coming)
 
     def lost(self) -> list[str]:
         """Nodes that count as lost."""
-        return [sight.node for sight in self.sights if sight.lost]
+        return [peer.node for peer in self.peers if peer.lost]
 
     def _behind(self) -> bool:
-        told = [sight.committed for sight in self.sights if sight.committed and not sight.lost]
+        told = [peer.committed for peer in self.peers if peer.committed and not peer.lost]
         return any(self._newest is None or each > self._newest for each in told)
 
     def _whole(self, shard: ShardId) -> bool:

@@ -38,9 +38,9 @@ _TRIES = 2  # a flipped bit on the way deserves a second try, not a third
 class Holder:
     """What this node was asked to hold: so many fragments at a time, the others wait."""
 
-    def __init__(self, ledgers: RunRecords) -> None:
-        self._ledgers = ledgers
-        self.prefetcher = Prefetcher(ledgers)
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
+        self.prefetcher = Prefetcher(records)
         self._waiting: deque[Taking] = deque()
         self._pulling: list[Taking] = []
 
@@ -59,7 +59,7 @@ class Holder:
         header = message.header
         if not 0 <= header.index < header.k:
             raise InvalidMessage(f"fragment {header.index} is not there before it is encoded")
-        admitted = self._ledgers.admit(header.shard.run, message.writer, header)
+        admitted = self._records.admit(header.shard.run, message.writer, header)
         coming = header.index in self.coming(header.shard)
         begun = [] if coming else self.prefetcher.start(message, now_s)
         return [*admitted, Reply(Done()), *begun]
@@ -69,29 +69,29 @@ class Holder:
         header = message.header
         if header.index == HOME:
             raise InvalidMessage("a home copy is fetched, not held")
-        self._ledgers.look(header.shard.run).check(message.writer)
+        self._records.look(header.shard.run).check_writer(message.writer)
         table = parse_table(message.table, header, f"table of {header.shard}")
         queued = len(self._waiting) + len(self._pulling)
         if queued >= _QUEUE_LIMIT:
-            raise RequestRefused(self._ledgers.node, 503, f"{queued} fragments are queued")
-        admitted = self._ledgers.admit(header.shard.run, message.writer, header)
+            raise RequestRefused(self._records.node, 503, f"{queued} fragments are queued")
+        admitted = self._records.admit(header.shard.run, message.writer, header)
         superseded = self.prefetcher.supersede(header.shard)
         taking = self.prefetcher.claim(message) or Taking(message)
         taking.message, taking.table = message, table
         self._waiting.append(taking)
-        return [*admitted, Reply(Done()), *superseded, *self._next()]
+        return [*admitted, Reply(Done()), *superseded, *self._begin_queued()]
 
     def allocated(self, taking: Taking, region: Region) -> list[Action]:
         """There is room for the fragment."""
         taking.region = region
-        return self._go_on(taking)
+        return self._advance(taking)
 
     def pulled(self, taking: Taking, sums: np.ndarray) -> list[Action]:
         """Bytes of it are here, with these checksums."""
         if taking.early:
             return self._ended_early(taking, sums)
         taking.sums = sums
-        return self._go_on(taking)
+        return self._advance(taking)
 
     def failed(self, taking: Taking, error: Exception) -> list[Action]:
         """There is no room, or the bytes cannot be had."""
@@ -100,9 +100,9 @@ class Holder:
     def _ended_early(self, taking: Taking, sums: np.ndarray | None) -> list[Action]:
         """A pull has ended that was begun before anybody asked: as good as it is, go on with it."""
         actions = self.prefetcher.ended(taking, sums)
-        return actions + (self._go_on(taking) if taking in self._pulling else [])
+        return actions + (self._advance(taking) if taking in self._pulling else [])
 
-    def _go_on(self, taking: Taking) -> list[Action]:
+    def _advance(self, taking: Taking) -> list[Action]:
         """Take the next step with what is here of a fragment: room, bytes, the end."""
         message, header = taking.message, taking.message.header
         assert isinstance(message, Hold)
@@ -121,38 +121,38 @@ class Holder:
                 f"fragment {header.index} of {header.shard} from {message.source}: "
                 f"{bad_blocks} of {header.rows} blocks fail their CRC32C",
             )
-        return self._keep(taking, taking.region)
+        return self._seal(taking, taking.region)
 
-    def _keep(self, taking: Taking, region: Region) -> list[Action]:
+    def _seal(self, taking: Taking, region: Region) -> list[Action]:
         header = taking.message.header
         try:
-            admitted = self._ledgers.admit(header.shard.run, taking.message.writer)
+            admitted = self._records.admit(header.shard.run, taking.message.writer)
         except Fenced as error:
             return self._end(taking, str(error))
         entry = Entry(header, region, taking.table)
         taking.region = None
-        return [*admitted, Seal(entry), *self._ledgers.enter(entry), *self._end(taking, "")]
+        return [*admitted, Seal(entry), *self._records.enter(entry), *self._end(taking, "")]
 
-    def _next(self) -> list[Action]:
+    def _begin_queued(self) -> list[Action]:
         """Begin what is queued, as far as places are free."""
         actions: list[Action] = []
         while self._waiting and len(self._pulling) < PULLS:
             self._pulling.append(self._waiting.popleft())
-            actions += self._begin(self._pulling[-1])
+            actions += self._begin_pull(self._pulling[-1])
         return actions
 
-    def _begin(self, taking: Taking) -> list[Action]:
+    def _begin_pull(self, taking: Taking) -> list[Action]:
         message, header = taking.message, taking.message.header
         assert isinstance(message, Hold)
         run = header.shard.run
-        actions = self._ledgers.discard(run, header.shard.rank, message.discard)
-        present = self._ledgers.look(run).find(header.shard, header.index)
+        actions = self._records.discard(run, header.shard.rank, message.discard)
+        present = self._records.look(run).find(header.shard, header.index)
         if present is not None and present.header.same_shard(header):
             return actions + self._end(taking, "")
-        ledger = self._ledgers.look(run)
-        if message.repair and ledger.is_outdated(header.shard.generation, ledger.committed):
-            return actions + self._end(taking, f"{ledger.committed} is committed")
-        return actions if taking.early else [*actions, *self._go_on(taking)]
+        record = self._records.look(run)
+        if message.repair and record.is_outdated(header.shard.generation, record.committed):
+            return actions + self._end(taking, f"{record.committed} is committed")
+        return actions if taking.early else [*actions, *self._advance(taking)]
 
     def _end(self, taking: Taking, problem: str) -> list[Action]:
         shard, index = taking.message.header.shard, taking.message.header.index
@@ -163,5 +163,5 @@ class Holder:
             taking.region = None
         taking.dropped = True
         self._pulling.remove(taking)
-        answer = Held(shard, index, self._ledgers.node, problem)
-        return [*actions, Post(taking.message.source, answer), *self._next()]
+        answer = Held(shard, index, self._records.node, problem)
+        return [*actions, Post(taking.message.source, answer), *self._begin_queued()]

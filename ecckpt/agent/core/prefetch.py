@@ -24,8 +24,8 @@ _QUEUE_LIMIT = 1024
 class Prefetcher:
     """What nobody has asked to hold yet, waiting, on its way or here."""
 
-    def __init__(self, ledgers: RunRecords) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
         self._takings: dict[tuple[ShardId, int], Taking] = {}
         self._waiting: deque[Taking] = deque()
         self._pulling: list[Taking] = []  # also what was dropped or claimed, until that has ended
@@ -35,14 +35,14 @@ class Prefetcher:
         taking = Taking(message)
         header = message.header
         actions = self.supersede(header.shard)
-        known = taking.key in self._takings or self._ledgers.look(header.shard.run).find(
+        known = taking.key in self._takings or self._records.look(header.shard.run).find(
             *taking.key
         )
         if known or len(self._waiting) >= _QUEUE_LIMIT or self._is_stale(taking):
             return actions
         self._takings[taking.key] = taking
         self._waiting.append(taking)
-        return [*actions, Wake(now_s + message.timeout_s, taking), *self._next()]
+        return [*actions, Wake(now_s + message.timeout_s, taking), *self._begin_queued()]
 
     def claim(self, message: Hold) -> Taking | None:
         """What is here of a fragment that is to be held now, or on its way; no longer kept here.
@@ -63,7 +63,7 @@ class Prefetcher:
         self._pulling.remove(taking)
         taking.early, taking.sums = False, sums
         unwanted = taking.dropped or (sums is None and taking.table is None)
-        return [*(self._drop(taking) if unwanted else ()), *self._next()]
+        return [*(self._drop(taking) if unwanted else ()), *self._begin_queued()]
 
     def due(self, taking: Taking) -> list[Action]:
         """Nobody has asked for it in time."""
@@ -98,16 +98,16 @@ class Prefetcher:
     def _is_stale(self, taking: Taking) -> bool:
         message = taking.message
         shard = message.header.shard
-        ledger = self._ledgers.look(shard.run)
-        committed = ledger.committed is not None and shard.generation <= ledger.committed
-        return committed or message.writer < ledger.fence
+        record = self._records.look(shard.run)
+        committed = record.committed is not None and shard.generation <= record.committed
+        return committed or message.writer < record.fence
 
-    def _next(self) -> list[Action]:
+    def _begin_queued(self) -> list[Action]:
         actions: list[Action] = []
         while self._waiting and len(self._pulling) < PREFETCHES:
             taking = self._waiting.popleft()
             shard = taking.message.header.shard
-            actions += self._ledgers.discard(shard.run, shard.rank, taking.message.discard)
+            actions += self._records.discard(shard.run, shard.rank, taking.message.discard)
             taking.early = True
             self._pulling.append(taking)
             actions += [Borrow(taking), Pull(taking)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import (
     Action,
     Allocate,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
 # Once enough fragments are safe, slower holders get a few times what the others took.
-_GRACE_LEAST_S = 1.0
 _GRACE_FACTOR = 3.0
 _KEPT_JOBS = 256
 # Encoding less takes no longer than telling holders of it (docs/decisions/0111).
@@ -55,8 +55,8 @@ class Protector:
     may be pulled before they are encoded.
     """
 
-    def __init__(self, ledgers: RunRecords, *, address: str, early_bytes: int) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords, *, address: str, early_bytes: int) -> None:
+        self._records = records
         self._address = address
         self._early_bytes = early_bytes
         self._jobs: dict[ShardId, Job] = {}
@@ -64,11 +64,11 @@ class Protector:
 
     def start(self, message: Protect, now_s: float) -> list[Action]:
         """Begin (or begin again, for the fragments it names). A repair gives way."""
-        self._ledgers.look(message.shard.run).check(message.writer)
-        home = self._ledgers.find(message.shard, HOME)
-        actions = self._ledgers.admit(message.shard.run, message.writer)
+        self._records.look(message.shard.run).check_writer(message.writer)
+        home = self._records.find(message.shard, HOME)
+        actions = self._records.admit(message.shard.run, message.writer)
         if (older := self._jobs.get(message.shard)) and not older.ended:
-            actions += self._stop(older, "begun again", now_s)
+            actions += self._cancel(older, "begun again", now_s)
         actions += self.stop_repair(now_s)
         ended = [shard for shard, job in self._jobs.items() if job.ended]
         for shard in ended[: max(0, len(self._jobs) - _KEPT_JOBS)]:
@@ -83,7 +83,7 @@ class Protector:
 
         Only while nothing else is under way (``busy``), and nothing is dropped for it.
         """
-        home = self._ledgers.find(message.shard, HOME)
+        home = self._records.find(message.shard, HOME)
         assert home.table is not None
         assert not self.busy
         job = Job(message, home, now_s, now_s + message.timeout_s, repair=True)
@@ -101,7 +101,7 @@ class Protector:
         """Something else goes first."""
         if self._repair is None or self._repair.ended:
             return []
-        return self._stop(self._repair, "a save goes first", now_s)
+        return self._cancel(self._repair, "a save goes first", now_s)
 
     def ended_s(self, shard: ShardId) -> float:
         """When the last job of a shard ended: what its holders said before may be out of date."""
@@ -119,7 +119,7 @@ class Protector:
         """How far a shard is."""
         job = self._jobs.get(shard)
         if job is None:
-            home = self._ledgers.look(shard.run).find(shard, HOME)
+            home = self._records.look(shard.run).find(shard, HOME)
             # One that is sealed without a job is what an agent that was killed has left.
             state = "unknown" if home is None or home.table is not None else "staging"
             return Progress(state, 0, (), 0.0, 0.0)
@@ -129,12 +129,12 @@ class Protector:
     def allocated(self, job: Job, region: Region) -> list[Action]:
         """There is room for the parity."""
         job.parity = region
-        return self._let_go(job) if job.ended else self._encode(job)
+        return self._release(job) if job.ended else self._encode(job)
 
     def encoded(self, job: Job, table: np.ndarray, now_s: float) -> list[Action]:
         """Parity and checksums are there."""
         if job.ended:
-            return self._let_go(job)
+            return self._release(job)
         job.encode_s = now_s - job.started_s
         home = job.home
         assert home is not None
@@ -152,9 +152,9 @@ class Protector:
     def failed(self, job: Job, error: Exception, now_s: float) -> list[Action]:
         """There is no room for the parity, or it could not be made."""
         if job.ended:
-            return self._let_go(job)
+            return self._release(job)
         job.problems.append(str(error))
-        return self._end(job, now_s, failed=True)
+        return self._finish(job, now_s, failed=True)
 
     def held(self, message: Held, now_s: float) -> list[Action]:
         """A holder's answer."""
@@ -174,9 +174,9 @@ class Protector:
         else:
             job.held.add(index)
         if not job.waiting:
-            return self._end(job, now_s)
+            return self._finish(job, now_s)
         if len(job.held) >= job.message.min_fragments > 0:
-            grace_s = max(_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
+            grace_s = max(deadlines.PROTECT_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
             if now_s + grace_s < job.deadline_s:
                 job.deadline_s = now_s + grace_s
                 return [Wake(job.deadline_s, job)]
@@ -188,7 +188,7 @@ class Protector:
             return []
         job.problems.extend(f"fragment {index}: no answer" for index in sorted(job.waiting))
         job.waiting.clear()
-        return self._end(job, now_s)
+        return self._finish(job, now_s)
 
     def _prepare(self, job: Job, home: Entry, now_s: float) -> list[Action]:
         header, targets = home.header, job.message.targets
@@ -233,7 +233,7 @@ class Protector:
         job.state = "scattering"
         job.waiting = {target.index for target in message.targets}
         if not job.waiting:
-            return self._end(job, now_s)
+            return self._finish(job, now_s)
         packed = pack_table(table)
         posts = [
             Post(
@@ -255,7 +255,7 @@ class Protector:
         ]
         return [Wake(job.deadline_s, job), *posts]
 
-    def _end(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
+    def _finish(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
         least = job.message.min_fragments
         job.protected_s = now_s - job.started_s
         if not failed and len(job.held) < least:
@@ -265,9 +265,9 @@ class Protector:
         problem = "; ".join(job.problems[:4])
         what = "repairing" if job.repair else "protecting"
         warning = [Warn(f"{what} {job.message.shard} failed: {problem}")] if failed else []
-        return warning + self._let_go(job)
+        return warning + self._release(job)
 
-    def _stop(self, job: Job, why: str, now_s: float) -> list[Action]:
+    def _cancel(self, job: Job, why: str, now_s: float) -> list[Action]:
         """End a job early. What is still encoded for it goes when that is done."""
         job.problems.append(why)
         job.protected_s = now_s - job.started_s
@@ -275,9 +275,9 @@ class Protector:
             job.state = "failed"
             return []
         job.waiting.clear()
-        return self._end(job, now_s, failed=True)
+        return self._finish(job, now_s, failed=True)
 
-    def _let_go(self, job: Job) -> list[Action]:
+    def _release(self, job: Job) -> list[Action]:
         home, parity = job.home, job.parity
         assert home is not None
         if home.parity is parity:
@@ -285,7 +285,7 @@ class Protector:
         home.early = False
         job.home = job.parity = None
         spare = [] if parity is None else [Recycle(home.header.shard.run, parity)]
-        return spare + self._ledgers.unpin(home)
+        return spare + self._records.unpin(home)
 
 
 def _host(address: str) -> str:

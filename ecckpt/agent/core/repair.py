@@ -14,8 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import Action, AskPeer, Job, Reply, Wake, Warn
-from ecckpt.agent.core.health import ROUND_S, Vigil
+from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.protect import Protector
 from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
@@ -30,12 +31,10 @@ from ecckpt.protocol.messages.repair import Guard, Presence, Probe
 from ecckpt.protocol.messages.save import Protect, Target
 
 _MEMBERS_LIMIT = 2 * 256  # a group has fewer than 2 (n + 1) nodes, and is noted
-_RETRY_S = 4.0  # after a repair that did not get everything done; twice as long each time
-_RETRY_LIMIT_S = 64.0
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class GuardStatus:
     """How safe the newest guarded generation of this node's ranks is, as its holders are now.
 
     ``margin`` is how many more nodes may be lost, whichever they are; None while that is not known.
@@ -60,14 +59,14 @@ class _Trial:
     again_s: float = 0.0
 
 
-class Guardian:
+class Repairer:
     """All guards of this node, and the one repair that may be under way."""
 
-    def __init__(self, ledgers: RunRecords, protector: Protector, *, budget_bytes: int) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords, protector: Protector, *, budget_bytes: int) -> None:
+        self._records = records
         self._protector = protector
         self._budget_bytes = budget_bytes
-        self._vigils: dict[str, Vigil] = {}
+        self._health: dict[str, GroupHealth] = {}
         self._repair: Job | None = None
         self._trials: dict[ShardId, _Trial] = {}
         self._repaired: dict[str, int] = {}
@@ -79,40 +78,42 @@ class Guardian:
         """Watch a run's home copies from now on."""
         if not 0 <= message.holders <= len(message.members) <= _MEMBERS_LIMIT:
             raise InvalidMessage(f"{message.holders} holders of {len(message.members)} members")
-        ledger = self._ledgers.of(message.run)
-        newer = ledger.admit(message.writer)
-        ledger.guard = message
+        record = self._records.of(message.run)
+        newer = record.admit(message.writer)
+        record.guard = message
         return [
-            *(self._ledgers.clear(message.run) if newer else ()),
-            *(self._ledgers.note(ledger, message) or [Reply(Done())]),
-            *self._begin(message.run, now_s),
+            *(self._records.clear(message.run) if newer else ()),
+            *(self._records.write_notes(record, message) or [Reply(Done())]),
+            *self._start_watching(message.run, now_s),
         ]
 
     def resume(self, now_s: float) -> list[Action]:
         """Watch what an earlier process of this agent watched."""
-        runs = [run for run in self._ledgers.runs() if self._ledgers.of(run).guard is not None]
-        return [action for run in runs for action in self._begin(run, now_s)]
+        runs = [run for run in self._records.runs() if self._records.of(run).guard is not None]
+        return [action for run in runs for action in self._start_watching(run, now_s)]
 
-    def due(self, vigil: Vigil, now_s: float) -> list[Action]:
+    def due(self, health: GroupHealth, now_s: float) -> list[Action]:
         """A round begins."""
-        wake = Wake(now_s + ROUND_S, vigil)
-        ledger = self._ledgers.look(vigil.run)
-        if not self._in_force(ledger):
+        wake = Wake(now_s + deadlines.HEALTH_ROUND_S, health)
+        record = self._records.look(health.run)
+        if not self._in_force(record):
             return [wake]
-        shards = self._align(vigil, ledger, now_s)
+        shards = self._align(health, record, now_s)
         if not shards:
             return [wake]
-        probe = Probe(vigil.run, shards)
-        asks = [AskPeer(vigil, sight, probe, now_s) for sight in vigil.to_ask(now_s)]
-        return [wake, *asks, *self._mend(vigil, now_s)]
+        probe = Probe(health.run, shards)
+        asks = [AskPeer(health, peer, probe, now_s) for peer in health.to_ask(now_s)]
+        return [wake, *asks, *self._repair_next(health, now_s)]
 
     def answered(self, ask: AskPeer, seen: Presence, now_s: float) -> list[Action]:
         """A node has said what it has."""
-        return self._heard(ask, ask.vigil.answered(ask.sight, ask.message, seen, ask.at_s), now_s)
+        return self._after_probe(
+            ask, ask.health.answered(ask.sight, ask.message, seen, ask.at_s), now_s
+        )
 
     def missed(self, ask: AskPeer, now_s: float) -> list[Action]:
         """A node has not answered."""
-        return self._heard(ask, ask.vigil.missed(ask.sight, now_s), now_s)
+        return self._after_probe(ask, ask.health.missed(ask.sight, now_s), now_s)
 
     def review(self, now_s: float) -> list[Action]:
         """If the repair has ended, take note of how it went and go on with the next."""
@@ -127,31 +128,37 @@ class Guardian:
             self._trials.pop(shard, None)
         else:
             trial = self._trials.setdefault(shard, _Trial())
-            trial.again_s = now_s + min(_RETRY_LIMIT_S, _RETRY_S * 2**trial.tries)
+            trial.again_s = now_s + min(
+                deadlines.REPAIR_RETRY_LIMIT_S, deadlines.REPAIR_RETRY_S * 2**trial.tries
+            )
             trial.tries += 1
-        return [action for vigil in self._vigils.values() for action in self._mend(vigil, now_s)]
+        return [
+            action
+            for health in self._health.values()
+            for action in self._repair_next(health, now_s)
+        ]
 
-    def watched(self, run: str) -> Watched | None:
+    def guard_status(self, run: str) -> GuardStatus | None:
         """How safe what is guarded is now; None if nothing is."""
-        ledger, vigil = self._ledgers.look(run), self._vigils.get(run)
-        guarded = ledger.guarded()
-        if ledger.guard is None or vigil is None or not guarded:
+        record, health = self._records.look(run), self._health.get(run)
+        guarded = record.guarded()
+        if record.guard is None or health is None or not guarded:
             return None
         generation = guarded[0].header.shard.generation
         margins: list[int | None] = []
         missing = 0
         for entry in guarded:
             if entry.header.shard.generation == generation:
-                margin, lacking = self._state_of(vigil, entry.header, ledger.guard.holders)
+                margin, lacking = self._state_of(health, entry.header, record.guard.holders)
                 margins.append(margin)
                 missing += lacking
         known = [margin for margin in margins if margin is not None]
         repairing = self._repair.message.shard if self._repair else None
-        return Watched(
+        return GuardStatus(
             generation=generation,
             margin=min(known) if len(known) == len(margins) else None,
             missing=missing,
-            lost=tuple(vigil.lost()),
+            lost=tuple(health.lost()),
             repairing=repairing if repairing and repairing.run == run else None,
             repaired=self._repaired.get(run, 0),
             problem=self._problems.get(run, ""),
@@ -159,74 +166,78 @@ class Guardian:
 
     # -- decisions --------------------------------------------------------------------------------
 
-    def _begin(self, run: str, now_s: float) -> list[Action]:
-        if run in self._vigils:
+    def _start_watching(self, run: str, now_s: float) -> list[Action]:
+        if run in self._health:
             return []
-        self._vigils[run] = Vigil(run, self._ledgers.node)
-        return [Wake(now_s + ROUND_S, self._vigils[run])]  # what has just begun has more to do
+        self._health[run] = GroupHealth(run, self._records.node)
+        return [
+            Wake(now_s + deadlines.HEALTH_ROUND_S, self._health[run])
+        ]  # what has just begun has more to do
 
-    def _in_force(self, ledger: RunRecord) -> bool:
-        return ledger.guard is not None and ledger.guard.writer >= ledger.fence
+    def _in_force(self, record: RunRecord) -> bool:
+        return record.guard is not None and record.guard.writer >= record.fence
 
-    def _align(self, vigil: Vigil, ledger: RunRecord, now_s: float) -> tuple[ShardId, ...]:
-        assert ledger.guard is not None
-        pieces = {entry.header.shard: entry.header.n for entry in ledger.guarded()}
-        told = [each for each in (ledger.committed, ledger.restored) if each is not None]
-        vigil.align(ledger.guard, pieces, max(told, default=None), now_s)
+    def _align(self, health: GroupHealth, record: RunRecord, now_s: float) -> tuple[ShardId, ...]:
+        assert record.guard is not None
+        pieces = {entry.header.shard: entry.header.n for entry in record.guarded()}
+        told = [each for each in (record.committed, record.restored) if each is not None]
+        health.align(record.guard, pieces, max(told, default=None), now_s)
         shards = tuple(pieces)
-        gone = [shard for shard in self._trials if shard.run == vigil.run and shard not in shards]
+        gone = [shard for shard in self._trials if shard.run == health.run and shard not in shards]
         for shard in gone:
             del self._trials[shard]
         return shards
 
-    def _heard(self, ask: AskPeer, news: str, now_s: float) -> list[Action]:
-        warned = [Warn(f"run {ask.vigil.run}: {news}")] if news else []
-        return [*warned, *self._mend(ask.vigil, now_s)]
+    def _after_probe(self, ask: AskPeer, news: str, now_s: float) -> list[Action]:
+        warned = [Warn(f"run {ask.health.run}: {news}")] if news else []
+        return [*warned, *self._repair_next(ask.health, now_s)]
 
-    def _mend(self, vigil: Vigil, now_s: float) -> list[Action]:
+    def _repair_next(self, health: GroupHealth, now_s: float) -> list[Action]:
         """Begin to repair the first shard that lacks something, if there is one and it may."""
-        ledger = self._ledgers.look(vigil.run)
-        if self._repair is not None or self._protector.busy or not self._in_force(ledger):
+        record = self._records.look(health.run)
+        if self._repair is not None or self._protector.busy or not self._in_force(record):
             return []
-        for entry in ledger.guarded():
-            targets = self._targets(vigil, ledger, entry, now_s)
+        for entry in record.guarded():
+            targets = self._targets(health, record, entry, now_s)
             if targets:
-                return self._start_repair(ledger, entry, targets, now_s)
+                return self._start_repair(record, entry, targets, now_s)
         return []
 
-    def _targets(self, vigil: Vigil, ledger: RunRecord, entry: Entry, now_s: float) -> list[Target]:
+    def _targets(
+        self, health: GroupHealth, record: RunRecord, entry: Entry, now_s: float
+    ) -> list[Target]:
         """Who shall hold what of a shard again; empty if all is well, or not known yet."""
-        header, guard = entry.header, ledger.guard
+        header, guard = entry.header, record.guard
         assert guard is not None
         shard = header.shard
         trial = self._trials.get(shard)
         if trial is not None and now_s < trial.again_s:
             return []
         indices = header.n if guard.holders else 0
-        if not vigil.known(shard, self._protector.ended_s(shard)):
+        if not health.known(shard, self._protector.ended_s(shard)):
             return []
-        pieces = vigil.pieces(shard)
+        pieces = health.pieces(shard)
         present = {
             index: [*pieces.fragments.get(index, ()), *pieces.coming.get(index, ())]
             for index in range(header.n)
         }
-        alive = {sight.node: sight for sight in vigil.sights if not sight.lost}
+        alive = {peer.node: peer for peer in health.peers if not peer.lost}
         plan = plan_repair(
-            home=self._ledgers.node,
+            home=self._records.node,
             indices=indices,
             present=present,
-            holders=[sight.node for sight in vigil.holders],
-            nodes={node: sight.domain for node, sight in alive.items() if node not in pieces.homes},
+            holders=[peer.node for peer in health.holders],
+            nodes={node: peer.domain for node, peer in alive.items() if node not in pieces.homes},
         )
         if any(index >= header.k for index in plan) and (problem := self._no_room(header, guard)):
-            self._problems[vigil.run] = problem
+            self._problems[health.run] = problem
             plan = {index: node for index, node in plan.items() if index < header.k}
         return [Target(index, node, alive[node].address) for index, node in plan.items()]
 
     def _start_repair(
-        self, ledger: RunRecord, entry: Entry, targets: Sequence[Target], now_s: float
+        self, record: RunRecord, entry: Entry, targets: Sequence[Target], now_s: float
     ) -> list[Action]:
-        guard, header = ledger.guard, entry.header
+        guard, header = record.guard, entry.header
         assert guard is not None
         message = Protect(
             shard=header.shard,
@@ -257,13 +268,15 @@ class Guardian:
     def _budget_of(self, guard: Guard) -> int:
         return guard.memory_bytes or self._budget_bytes
 
-    def _state_of(self, vigil: Vigil, header: Header, holders: int) -> tuple[int | None, int]:
+    def _state_of(
+        self, health: GroupHealth, header: Header, holders: int
+    ) -> tuple[int | None, int]:
         """Margin (None: not known) and missing fragments of a shard."""
         if not holders:
             return 0, 0
-        pieces = vigil.pieces(header.shard)
+        pieces = health.pieces(header.shard)
         missing = sum(index not in pieces.fragments for index in range(header.n))
-        if not vigil.known(header.shard, -math.inf):
+        if not health.known(header.shard, -math.inf):
             return None, missing
         return margin_of(header.k, pieces.homes, pieces.fragments), missing
 

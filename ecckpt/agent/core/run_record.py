@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[ShardId, int]:
-        """Where the ledger keeps it."""
+        """Where the record keeps it."""
         return self.header.shard, self.header.index
 
 
@@ -126,9 +126,9 @@ class RunRecord:
         self.committed = notes.committed or self.committed
         self.guard = notes.guard or self.guard
         self.stored = max(self.stored, notes.stored, key=lambda stored: stored[-1:])
-        self.learn(notes.roll_backs)
+        self.learn_roll_backs(notes.roll_backs)
 
-    def check(self, writer: int) -> None:
+    def check_writer(self, writer: int) -> None:
         """Raise ``Fenced`` for a writer of an older timeline."""
         if writer < self.fence:
             raise Fenced(timeline=writer, current=self.fence)
@@ -138,7 +138,7 @@ class RunRecord:
 
         Raises ``Fenced`` for a writer of an older timeline.
         """
-        self.check(writer)
+        self.check_writer(writer)
         return self.reach(writer)
 
     def reach(self, timeline: int) -> bool:
@@ -148,7 +148,7 @@ class RunRecord:
             self.fence, self.session = timeline, ""
         return newer
 
-    def begin(self, timeline: int, session: str) -> bool:
+    def begin_timeline(self, timeline: int, session: str) -> bool:
         """Let a session begin a timeline; True if this is news.
 
         Raises ``Fenced`` if a newer one has begun, or this one by another session: of two starts
@@ -175,7 +175,7 @@ class RunRecord:
         if header.parent is not None and header.shard.generation.timeline == self.fence:
             self.went_on_from(header.parent)
 
-    def learn(self, roll_backs: Iterable[RollBack]) -> None:
+    def learn_roll_backs(self, roll_backs: Iterable[RollBack]) -> None:
         """Note roll-backs that somebody knows of."""
         self.roll_backs = in_force((*self.roll_backs, *roll_backs))
 
@@ -207,7 +207,7 @@ class RunRecord:
 
         Raises ``Fenced`` if its timeline was replaced meanwhile.
         """
-        self.check(generation.timeline)
+        self.check_writer(generation.timeline)
         if self.committed is None or generation > self.committed:
             self.committed = generation
 

@@ -1,6 +1,6 @@
 """All runs of one agent: what enters, what is given up, and what that means for their files.
 
-The only code that changes a ledger. Changes of files come back as actions, in the order in which
+The only code that changes a record. Changes of files come back as actions, in the order in which
 they have to happen.
 """
 
@@ -34,7 +34,7 @@ _READING = "disk, for now"
 
 
 class RunRecords:
-    """The ledgers by run, and ``rejected``: files that are nobody's, with the reason.
+    """The records by run, and ``rejected``: files that are nobody's, with the reason.
 
     ``disk``: whether the node has one.
     """
@@ -51,14 +51,14 @@ class RunRecords:
         return sorted(self._runs)
 
     def of(self, run: str) -> RunRecord:
-        """The run's ledger, a new one if need be."""
+        """The run's record, a new one if need be."""
         if run not in self._runs:
             check_name("run", run)
             self._runs[run] = RunRecord(run, rejected=self.rejected)
         return self._runs[run]
 
     def look(self, run: str) -> RunRecord:
-        """The run's ledger to read: an empty one if the run is not known."""
+        """The run's record to read: an empty one if the run is not known."""
         return self._runs.get(run) or RunRecord(run, rejected=self.rejected)
 
     # -- writers ----------------------------------------------------------------------------------
@@ -68,32 +68,32 @@ class RunRecords:
 
         ``header``: of what it is about to save.
         """
-        ledger = self.of(run)
-        newer = ledger.admit(writer)
+        record = self.of(run)
+        newer = record.admit(writer)
         if header is not None:
-            ledger.learn_from(header)
-        return (self.clear(run) if newer else []) + self.note(ledger)
+            record.learn_from(header)
+        return (self.clear(run) if newer else []) + self.write_notes(record)
 
-    def note(self, ledger: RunRecord, request: Noted | None = None) -> list[Action]:
+    def write_notes(self, record: RunRecord, request: Noted | None = None) -> list[Action]:
         """Have written down what changed, if anything did; then ``request`` is answered."""
-        return [] if ledger.notes == ledger.noted else [Remember(ledger.run, request)]
+        return [] if record.notes == record.noted else [Remember(record.run, request)]
 
-    def record(self, ledger: RunRecord) -> list[Action]:
+    def copy_notes_to_disk(self, record: RunRecord) -> list[Action]:
         """Have written down on disk what was noted, if anything of it is new there."""
-        same = ledger.noted.lasting == ledger.recorded
-        if same or ledger.recording or not self.disk:
+        same = record.noted.lasting == record.recorded
+        if same or record.recording or not self.disk:
             return []
-        ledger.recording = True
-        return [Record(ledger.run)]
+        record.recording = True
+        return [Record(record.run)]
 
-    def recorded(self, run: str, notes: RunNotes | None) -> list[Action]:
+    def notes_copied(self, run: str, notes: RunNotes | None) -> list[Action]:
         """That was written, or could not be: then it is tried with the next note."""
-        ledger = self.of(run)
-        ledger.recording = False
+        record = self.of(run)
+        record.recording = False
         if notes is None:
             return []
-        ledger.recorded = notes
-        return self.record(ledger)
+        record.recorded = notes
+        return self.copy_notes_to_disk(record)
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -129,10 +129,10 @@ class RunRecords:
 
     def clear(self, run: str, rank: int | None = None) -> list[Action]:
         """Give up the slots that a rank (None: every one) reserved or staged and never sealed."""
-        ledger = self.of(run)
+        record = self.of(run)
         # Their trainers may still be writing.
-        unused: list[Action] = [Discard(run, region) for region in ledger.unused(rank)]
-        return unused + self.retire(ledger.unfinished(rank))
+        unused: list[Action] = [Discard(run, region) for region in record.unused(rank)]
+        return unused + self.retire(record.unfinished(rank))
 
     def unused(self) -> list[Action]:
         """Give up what all ranks of all runs reserved and have not used yet."""
@@ -144,12 +144,12 @@ class RunRecords:
 
     def forget(self, run: str) -> list[Action]:
         """Drop all files of a run; what somebody works on goes when they are done."""
-        ledger = self.of(run)
-        ledger.forget()
+        record = self.of(run)
+        record.forget()
         return [
             *self.clear(run),
-            *self.retire(ledger.entries.values()),
-            *self.remove(run, ledger.files.values()),
+            *self.retire(record.entries.values()),
+            *self.remove(run, record.files.values()),
             Release(run),
         ]
 
@@ -188,10 +188,10 @@ class RunRecords:
     def keep_file(self, file: DiskFile) -> None:
         """A complete file on disk."""
         shard = file.header.shard
-        ledger = self.of(shard.run)
-        ledger.reach(shard.generation.timeline)
-        ledger.files[shard, file.header.index] = file
-        ledger.damaged.pop((shard, file.header.index), None)
+        record = self.of(shard.run)
+        record.reach(shard.generation.timeline)
+        record.files[shard, file.header.index] = file
+        record.damaged.pop((shard, file.header.index), None)
 
     def await_disk(self) -> None:
         """The disk is still being read: nobody takes absence for proof meanwhile."""
@@ -212,15 +212,15 @@ class RunRecords:
         self.rejected.pop(_READING, None)
         self.rejected.update(found.rejected)
         for run, notes in found.notes.items():
-            ledger = self.of(run)
-            ledger.believe(notes)
-            ledger.recorded = notes
+            record = self.of(run)
+            record.believe(notes)
+            record.recorded = notes
         for file in found.files:
             self.keep_file(file)
 
     def files(self) -> list[DiskFile]:
         """What is on disk of all runs, the oldest first."""
-        found = [file for ledger in self._runs.values() for file in ledger.files.values()]
+        found = [file for record in self._runs.values() for file in record.files.values()]
         return sorted(found, key=lambda file: file.header.shard.generation)
 
     def has_file(self, file: DiskFile) -> bool:
@@ -230,10 +230,10 @@ class RunRecords:
 
     def note_damage(self, file: DiskFile, why: str) -> bool:
         """A file on disk was found bad; whether that is news."""
-        ledger, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)
-        if ledger.files.get(key) is not file or ledger.damaged.get(key) == why:
+        record, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)
+        if record.files.get(key) is not file or record.damaged.get(key) == why:
             return False
-        ledger.damaged[key] = why
+        record.damaged[key] = why
         return True
 
     def remove(self, run: str, files: Iterable[DiskFile]) -> list[Action]:
@@ -248,9 +248,9 @@ class RunRecords:
     def adopt(self, entry: Entry) -> list[Action]:
         """A complete file that an earlier process left."""
         shard = entry.header.shard
-        ledger = self.of(shard.run)
-        ledger.reach(shard.generation.timeline)
-        if ledger.is_outdated(shard.generation, ledger.committed):
+        record = self.of(shard.run)
+        record.reach(shard.generation.timeline)
+        if record.is_outdated(shard.generation, record.committed):
             return self._free(entry)
         return self.enter(entry)
 
@@ -287,8 +287,8 @@ class RunRecords:
 
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which anything complete is here."""
-        ledger = self.look(shard.run)
-        kept: list[Entry | DiskFile] = [*ledger.entries.values(), *ledger.files.values()]
+        record = self.look(shard.run)
+        kept: list[Entry | DiskFile] = [*record.entries.values(), *record.files.values()]
         for each in kept:
             if each.header.shard == shard and each.table is not None:
                 return pack_table(each.table)
@@ -296,11 +296,11 @@ class RunRecords:
 
     def locate_shard(self, shard: ShardId) -> tuple[Region | DiskFile, int, int]:
         """Where the safetensors file lies within a home copy, its offset and length."""
-        ledger = self.look(shard.run)
-        entry = ledger.find(shard, HOME)
+        record = self.look(shard.run)
+        entry = record.find(shard, HOME)
         if entry is not None and entry.table is not None:
             return entry.region, SUPERBLOCK_BYTES, entry.header.shard_bytes
-        file = ledger.files.get((shard, HOME))
+        file = record.files.get((shard, HOME))
         if file is not None:
             return file, SUPERBLOCK_BYTES, file.header.shard_bytes
         raise NotHeld(f"node {self.node} has no home copy of {shard}")
@@ -321,12 +321,12 @@ class RunRecords:
     def _places(
         self, shard: ShardId, index: int, *, early: bool
     ) -> list[tuple[Region | DiskFile, int, int]]:
-        ledger = self.look(shard.run)
+        record = self.look(shard.run)
         places: list[tuple[Region | DiskFile, int, int]] = []
-        entry = ledger.find(shard, index)
+        entry = record.find(shard, index)
         if entry is not None and entry.table is not None:
             places.append((entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes))
-        home = ledger.find(shard, HOME)
+        home = record.find(shard, HOME)
         readable = home is not None and (home.table is not None or (early and home.early))
         if home is not None and readable and index >= 0:
             size_bytes, k = home.header.fragment_bytes, home.header.k
@@ -335,10 +335,10 @@ class RunRecords:
             elif home.parity is not None and index < home.header.n:
                 at = SUPERBLOCK_BYTES + (index - k) * size_bytes
                 places.append((home.parity, at, size_bytes))
-        file = ledger.files.get((shard, index))
+        file = record.files.get((shard, index))
         if file is not None:
             places.append((file, SUPERBLOCK_BYTES, file.header.fragment_bytes))
-        file = ledger.files.get((shard, HOME))
+        file = record.files.get((shard, HOME))
         if file is not None and 0 <= index < file.header.k:
             size_bytes = file.header.fragment_bytes
             places.append((file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))

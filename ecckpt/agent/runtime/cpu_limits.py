@@ -13,14 +13,14 @@ _MOST_CPUS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class ProcessLimits:
     """``cpus`` as in "0-3,8", empty for all; ``nice`` 0 to 19; ``pull_bytes_per_s`` 0: no limit."""
 
     cpus: str = ""
     nice: int = 0
     pull_bytes_per_s: float = 0.0
 
-    def behave(self) -> None:
+    def apply(self) -> None:
         """Give this process, and those it starts, its CPUs and priority.
 
         Without ``cpus`` it gets all there are: an agent that a rank starts would otherwise share

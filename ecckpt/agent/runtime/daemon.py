@@ -18,9 +18,10 @@ from typing import Any
 
 from gunicorn.app.base import BaseApplication
 
-from ecckpt.agent.runtime.cpu_limits import Manners
+from ecckpt.agent import deadlines
+from ecckpt.agent.runtime.cpu_limits import ProcessLimits
 from ecckpt.agent.runtime.http_app import Application
-from ecckpt.agent.runtime.request_deadline import let_no_one_dawdle
+from ecckpt.agent.runtime.request_deadline import install_request_deadlines
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.errors import AgentMismatch, InvalidConfig
 from ecckpt.format.ids import check_name
@@ -33,7 +34,6 @@ SOCKET_NAME = "agent.sock"
 
 # Idle ones do not exist; restores of local ranks may occupy a good part of them (node.py).
 _THREADS = 64
-_PEER_TIMEOUT_MS = 10_000
 _SOCKET_PATH_LIMIT = 107
 
 
@@ -67,13 +67,13 @@ def run_agent(
     token: str,
     disk: Path | None = None,
     scrub_bytes_per_s: float = 0.0,
-    manners: Manners = Manners(),  # noqa: B008  (a frozen value)
+    limits: ProcessLimits = ProcessLimits(),  # noqa: B008  (a frozen value)
 ) -> None:
     """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
 
     ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
     ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it. What is
-    there is read again and again at ``scrub_bytes_per_s``, unless that is 0. ``manners`` leave room
+    there is read again and again at ``scrub_bytes_per_s``, unless that is 0. ``limits`` leave room
     for the training beside it.
     """
     check_name("node", node)
@@ -88,7 +88,7 @@ def run_agent(
         raise InvalidConfig(
             f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
         )
-    manners.behave()
+    limits.apply()
     private_folder(root)
     lock = _lock(root)
     own_disk, disk_lock, disk_problem = _open_disk(disk, node)
@@ -105,7 +105,7 @@ def run_agent(
             token=token,
             disk=own_disk,
             scrub_bytes_per_s=scrub_bytes_per_s,
-            pull_bytes_per_s=manners.pull_bytes_per_s,
+            pull_bytes_per_s=limits.pull_bytes_per_s,
             disk_problem=disk_problem,
         )
         arbiter = os.getppid()
@@ -117,14 +117,14 @@ def run_agent(
         "worker_class": "gthread",
         "workers": 1,
         "threads": _THREADS,
-        "timeout": 60,
-        "graceful_timeout": 2,
+        "timeout": deadlines.WORKER_HANG_S,
+        "graceful_timeout": deadlines.STOP_GRACE_S,
         "keepalive": 0,
         "loglevel": "warning",
         "proc_name": f"ecckpt-agent-{node}",
         "worker_tmp_dir": str(root),
         "control_socket_disable": True,
-        "post_worker_init": let_no_one_dawdle,
+        "post_worker_init": install_request_deadlines,
     }
     try:
         _Server(settings, build).run()
@@ -186,7 +186,9 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     peers = socket.socket(family, socket.SOCK_STREAM)
     peers.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit it: a peer that vanished, or stopped reading, is let go.
-    peers.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_TIMEOUT_MS)
+    peers.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadlines.PEER_ACK_TIMEOUT_S)
+    )
     try:
         peers.bind((host, port))
     except OSError as error:

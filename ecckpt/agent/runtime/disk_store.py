@@ -106,7 +106,7 @@ class Disk:
             raise InvalidMessage(f"{path.name} is no regular file")
 
 
-def calm() -> None:
+def lower_priority() -> None:
     """Make the calling thread one that lets others go first, on the processor and on the disk."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

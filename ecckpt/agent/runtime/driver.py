@@ -59,10 +59,10 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.hold import PULLS
 from ecckpt.agent.core.prefetch import PREFETCHES
-from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, calm
+from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, lower_priority
 from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
-from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.agent.runtime.shard_bytes import encode_home, seal
 from ecckpt.agent.runtime.verify import verdict_on
 from ecckpt.errors import EcckptError, NotHeld
@@ -94,7 +94,7 @@ class Driver:
     def __init__(
         self,
         core: Core,
-        shelf: Shelf,
+        region_store: RegionStore,
         network: PeerNetwork,
         tracer: Tracer,
         disk: Disk | None = None,
@@ -103,20 +103,22 @@ class Driver:
         self._tracer = tracer
         self._disk = disk
         self.changed = threading.Condition()
-        self._shelf = shelf
+        self._region_store = region_store
         self._network = network
-        self._alarm = _Alarm(self._begin)
+        self._alarm = _Alarm(self._handle)
         self._pools = {
             kind: ThreadPoolExecutor(threads, thread_name_prefix=kind.__name__.lower())
             for kind, threads in _THREADS.items()
         }
-        behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=calm)
+        behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=lower_priority)
         self._pools |= {Write: behind, Remove: behind, Record: behind}
-        self._pools[Check] = ThreadPoolExecutor(1, thread_name_prefix="check", initializer=calm)
+        self._pools[Check] = ThreadPoolExecutor(
+            1, thread_name_prefix="check", initializer=lower_priority
+        )
         for pool in {id(pool): pool for pool in self._pools.values()}.values():
             pool.submit(bool)  # one thread of each is there from the start
 
-    def adopt(self, *, patience_s: float) -> None:
+    def adopt_disk(self, *, patience_s: float) -> None:
         """Enter what is on disk; what takes longer than ``patience_s`` is entered when it is read.
 
         Until then it is named in ``rejected``: nobody takes its absence for proof.
@@ -131,11 +133,11 @@ class Driver:
 
     def _adopted(self, reading: Future[DiskInventory]) -> None:
         with self.changed:
-            ledgers = self.core.ledgers
+            records = self.core.ledgers
             try:
-                ledgers.adopt_disk(reading.result())
+                records.adopt_disk(reading.result())
             except Exception as error:
-                ledgers.lose_disk(str(error))
+                records.lose_disk(str(error))
                 _log.exception("the disk cannot be read")
 
     @property
@@ -143,9 +145,9 @@ class Driver:
         """Whether what is on disk is still being read."""
         return self.core.ledgers.awaits_disk
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Take up what needs no request."""
-        self._begin(Begun())
+        self._handle(Begun())
 
     def note_damage(self, file: DiskFile, why: str) -> bool:
         """A file on disk was found bad; whether that is news."""
@@ -185,7 +187,7 @@ class Driver:
         assert isinstance(answer, Reply), request
         return answer.message
 
-    def _begin(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         """Decide about an event that nobody waits for."""
         for action in self._decide(event):
             assert not isinstance(action, Reply | Refuse)
@@ -199,7 +201,7 @@ class Driver:
 
     def _work(self, action: Large) -> None:
         try:
-            self._begin(self._perform(action))
+            self._handle(self._perform(action))
         except Exception:
             _log.exception("after %s", type(action).__name__)
 
@@ -218,13 +220,13 @@ class Driver:
             case Seal(entry):
                 seal(entry)
             case Recycle() | Discard():
-                self._shelf.let_go(action)
+                self._region_store.let_go(action)
             case MarkAssigned(region):
-                self._shelf.tier.assign(region)
+                self._region_store.tier.assign(region)
             case Release(run):
-                self._shelf.tier.release(run)
+                self._region_store.tier.release(run)
             case Borrow():
-                self._shelf.borrow(action)
+                self._region_store.borrow(action)
             case Wake(at_s, task):
                 self._alarm.set(at_s, Due(task))
             case Warn(text):
@@ -250,10 +252,10 @@ class Driver:
         match action:
             case Remember(run):
                 with self.changed:  # the newest notes, whoever comes last
-                    return self._shelf.remember(run, self.core.ledgers.of(run).notes)
+                    return self._region_store.remember(run, self.core.ledgers.of(run).notes)
             case Allocate(task=task):
                 with self._tracer.span("allocate", _shard_of(task)):
-                    return self._shelf.allocate(action)
+                    return self._region_store.allocate(action)
             case Encode(job):
                 assert job.home is not None
                 header = job.home.header

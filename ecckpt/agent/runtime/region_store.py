@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _STATE_LIMIT_BYTES = 1 << 20  # roll-backs, and all generations that stay on disk
 
 
-class Shelf:
+class RegionStore:
     """The files under ``root``. Notes of a run are written by one thread at a time."""
 
     def __init__(self, root: Path, *, node: str) -> None:
@@ -59,8 +59,8 @@ class Shelf:
 
     # -- what an earlier process left -------------------------------------------------------------
 
-    def adopt(self, ledgers: RunRecords) -> None:
-        """Enter what is found here into the ledgers.
+    def adopt(self, records: RunRecords) -> None:
+        """Enter what is found here into the records.
 
         What cannot be adopted is left where it is and named in ``rejected``, never deleted, never
         fatal. Only notes that the system does not let us read now are an ``OSError``: without the
@@ -75,11 +75,11 @@ class Shelf:
             try:
                 if not path.is_file():
                     raise InvalidMessage(f"{path.name} is no regular file")
-                adopt(path, ledgers)
+                adopt(path, records)
             except fatal:
                 raise
             except Exception as error:
-                ledgers.rejected[path.name] = str(error)
+                records.rejected[path.name] = str(error)
                 _log.warning("not adopted: %s: %s", path, error)
 
         for path in sorted(self._states.glob("*.state")):
@@ -87,14 +87,14 @@ class Shelf:
         for path in self.tier.found():
             guarded(path, self._adopt_region, ())
 
-    def _adopt_state(self, path: Path, ledgers: RunRecords) -> None:
+    def _adopt_state(self, path: Path, records: RunRecords) -> None:
         with path.open("rb") as file:
             notes = unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
-        ledger = ledgers.of(path.stem)
-        ledger.believe(notes)
-        ledger.noted = notes
+        record = records.of(path.stem)
+        record.believe(notes)
+        record.noted = notes
 
-    def _adopt_region(self, path: Path, ledgers: RunRecords) -> None:
+    def _adopt_region(self, path: Path, records: RunRecords) -> None:
         with path.open("rb") as file:
             superblock = file.read(SUPERBLOCK_BYTES)
             header = parse_superblock(superblock, path.name)
@@ -109,7 +109,7 @@ class Shelf:
             file.seek(header.trailer_offset)
             table = parse_table(file.read(header.trailer_bytes), header, path.name)
         run = header.shard.run
-        ledgers.of(run)  # before anything is counted for a run that cannot be
-        for action in ledgers.adopt(Entry(header, self.tier.adopt(run, path), table)):
+        records.of(run)  # before anything is counted for a run that cannot be
+        for action in records.adopt(Entry(header, self.tier.adopt(run, path), table)):
             assert isinstance(action, Recycle | Discard)
             self.let_go(action)

@@ -11,10 +11,7 @@ import socket
 import time
 from typing import Any
 
-# A request is at most 8 MiB (wire/coding.py), most are a few hundred bytes.
-REQUEST_TIMEOUT_S = 5.0
-# An answer may take as long as it needs, while some of it is taken within that time.
-_IDLE_TIMEOUT_S = 10.0
+from ecckpt.agent import deadlines
 
 
 class Listener(socket.socket):
@@ -31,7 +28,7 @@ class _Connection(socket.socket):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
+        self._deadline_s = time.monotonic() + deadlines.REQUEST_TIMEOUT_S
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         left_s = self._deadline_s - time.monotonic()
@@ -42,10 +39,10 @@ class _Connection(socket.socket):
             # What the server takes for a peer that went away, which is no news.
             raise ConnectionResetError(errno.ECONNRESET, "the request did not come") from error
         finally:
-            self.settimeout(_IDLE_TIMEOUT_S)
+            self.settimeout(deadlines.ANSWER_IDLE_S)
 
 
-def let_no_one_dawdle(worker: Any) -> None:
+def install_request_deadlines(worker: Any) -> None:
     """Make the listeners of a server's worker such ones; called in it before it accepts any."""
     for each in worker.sockets:
         each.sock = Listener(fileno=each.sock.detach())

@@ -9,14 +9,15 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.fetch import slot_of
-from ecckpt.agent.core.repair import Watched
+from ecckpt.agent.core.repair import GuardStatus
 from ecckpt.agent.runtime.disk_store import Disk
 from ecckpt.agent.runtime.driver import Driver
 from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
-from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.agent.runtime.verify import Blocks, check_entry, check_file
 from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME
@@ -43,10 +44,8 @@ from ecckpt.protocol.messages.save import (
 from ecckpt.protocol.messages.trace import Spans, Trace
 from ecckpt.protocol.tracing import Tracer
 
-_WAIT_LIMIT_S = 30.0
 _VERIFYING = 4  # each keeps a server thread
 _LEAST_BYTES_PER_S = 1 << 20
-_PATIENCE_S = 5.0  # for reading what is on disk, at a start
 
 
 class AgentService:
@@ -71,25 +70,25 @@ class AgentService:
         scrub_bytes_per_s: float = 0.0,
         pull_bytes_per_s: float = 0.0,
     ) -> None:
-        self.shelf = Shelf(root, node=node)
+        self.region_store = RegionStore(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
         self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
-            budget_bytes=self.shelf.tier.default_budget_bytes(),
+            budget_bytes=self.region_store.tier.default_budget_bytes(),
             disk=disk is not None,
             disk_problem=disk_problem,
             scrub_bytes_per_s=scrub_bytes_per_s if self._disk else 0.0,
         )
-        self.shelf.adopt(self.core.ledgers)
+        self.region_store.adopt(self.core.ledgers)
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
         self._tracer, self._ranks_tracer = Tracer(), Tracer()
         network = PeerNetwork(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
-        self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
-        self._driver.adopt(patience_s=_PATIENCE_S)
-        self._driver.begin()
+        self._driver = Driver(self.core, self.region_store, network, self._tracer, self._disk)
+        self._driver.adopt_disk(patience_s=deadlines.DISK_SCAN_PATIENCE_S)
+        self._driver.start()
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
         self._changed = self._driver.changed
         self.info = NodeInfo(
@@ -200,7 +199,7 @@ class AgentService:
 
     def watch(self, message: Watch) -> Progress:
         """How far a shard is; waits for news up to ``wait_s`` (at most 30 s)."""
-        deadline_s = time.monotonic() + min(message.wait_s, _WAIT_LIMIT_S)
+        deadline_s = time.monotonic() + min(message.wait_s, deadlines.WATCH_LIMIT_S)
         with self._changed:
             while True:
                 now = self.core.progress(message.shard)
@@ -301,10 +300,10 @@ class AgentService:
         inventory = self.inventory(run)
         homes = inventory.headers.indices.count(HOME)
         with self._changed:
-            storing = self.core.storekeeper.stored(run)
-            watched = self.core.guardian.watched(run)
-            ledger = self.core.ledgers.look(run)
-            damaged = {ledger.files[key].path.name: why for key, why in ledger.damaged.items()}
+            storing = self.core.archiver.stored(run)
+            watched = self.core.repairer.guard_status(run)
+            record = self.core.ledgers.look(run)
+            damaged = {record.files[key].path.name: why for key, why in record.damaged.items()}
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
@@ -314,7 +313,7 @@ class AgentService:
                 {str(header.shard.generation) for header in inventory.headers.shards}
             ),
             "guard": _guard_status(watched) if watched else None,
-            "used_bytes": self.shelf.tier.used_bytes(run),
+            "used_bytes": self.region_store.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],
             "disk_files": len(inventory.disk),
             "disk_bytes": sum(header.file_bytes for header in inventory.disk),
@@ -325,7 +324,7 @@ class AgentService:
         }
 
 
-def _guard_status(watched: Watched) -> dict[str, Any]:
+def _guard_status(watched: GuardStatus) -> dict[str, Any]:
     return {
         "generation": str(watched.generation),
         "margin": watched.margin,

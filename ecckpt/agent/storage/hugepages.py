@@ -16,13 +16,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from ecckpt.agent import deadlines
 from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-# The first save into a region is over by then, and its fragments are on their way.
-_CALM_S = 2.0
 # Time asleep for each second of work: training goes on around this.
 _REST = 1.0
 _NICE = 19
@@ -40,7 +39,7 @@ class HugePages:
         """Have the region on huge pages before long. It may go away or be recycled meanwhile."""
         if region.size_bytes < HUGE_PAGE_BYTES:
             return
-        self._new.put((time.monotonic() + _CALM_S, weakref.ref(region)))
+        self._new.put((time.monotonic() + deadlines.HUGE_PAGES_DELAY_S, weakref.ref(region)))
         with self._moving:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hugepages", daemon=True)
