@@ -89,7 +89,9 @@ def let_unfinished_go(agent, rank, run="test"):
 
 def room(agent, run, size_bytes, *, budget_bytes=BUDGET, task=None):
     """A region, as the core gets it, with what it does if there is none."""
-    action = Allocate(run, size_bytes, budget_bytes, "a slot", task)
+    action = Allocate(
+        run=run, size_bytes=size_bytes, budget_bytes=budget_bytes, what="a slot", task=task
+    )
     try:
         return agent.region_store.allocate(action)
     except MemoryBudgetTooSmall as error:

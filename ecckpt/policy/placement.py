@@ -40,7 +40,7 @@ class Code:
         return f"RS({self.k}, {self.m})" if self.holders else "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Which nodes hold the fragments of which home.
 
@@ -129,7 +129,13 @@ def plan_placement(nodes: Iterable[Node], code: Code) -> Placement:
         if count > 1:
             raise DuplicateNode(node, [f"{count} entries of the node list"])
     if not code.holders:
-        return Placement(code, (tuple(ordered),), {node.id: () for node in ordered}, 0, 0)
+        return Placement(
+            code=code,
+            groups=(tuple(ordered),),
+            holders={node.id: () for node in ordered},
+            nodes_survived=0,
+            domains_survived=0,
+        )
     if len(ordered) < code.holders + 1:
         raise TooFewNodes(have=len(ordered), need=code.holders + 1, code=str(code))
     groups = _deal(ordered, len(ordered) // (code.holders + 1))
@@ -140,7 +146,13 @@ def plan_placement(nodes: Iterable[Node], code: Code) -> Placement:
     }
     crowd = max(max(Counter(node.domain for node in group).values()) for group in groups)
     survived = code.m + 1
-    return Placement(code, groups, holders, survived, survived // crowd)
+    return Placement(
+        code=code,
+        groups=groups,
+        holders=holders,
+        nodes_survived=survived,
+        domains_survived=survived // crowd,
+    )
 
 
 def _deal(ordered: Sequence[Node], group_count: int) -> tuple[tuple[Node, ...], ...]:

@@ -10,16 +10,27 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Literal
 
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation
 from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
 
-Class = Literal["complete", "recoverable", "lost"]
+
+class Survival(StrEnum):
+    """How well a shard, or the generation that it belongs to, has survived.
+
+    ``COMPLETE``: a home copy and every fragment are there. ``RECOVERABLE``: some of them are
+    missing, and the rest suffices. ``LOST``: the rest does not suffice.
+    """
+
+    COMPLETE = "complete"
+    RECOVERABLE = "recoverable"
+    LOST = "lost"
+
 
 UNREADABLE_DISK = "disk"
 """The name in ``rejected`` of a disk as a whole."""
@@ -43,7 +54,7 @@ class Inventory:
     rejected: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardReport:
     """What is left of one shard.
 
@@ -53,7 +64,7 @@ class ShardReport:
     """
 
     rank: int
-    state: Class
+    state: Survival
     margin: int
     header: Header | None
     homes: tuple[str, ...]
@@ -67,21 +78,21 @@ class ShardReport:
         return f"rank {self.rank}: {have} of {need} needed fragments, {len(self.homes)} home copies"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationReport:
     """One generation: as bad as its worst shard; ``abandoned`` by whoever went back before it."""
 
     generation: Generation
     parent: Generation | None
     world_size: int
-    state: Class
+    state: Survival
     margin: int
     shards: tuple[ShardReport, ...]
     abandoned: RollBack | None
 
     def why(self) -> str:
         """Why it is not restored, or not by itself; empty when it may be."""
-        lost = [shard for shard in self.shards if shard.state == "lost"]
+        lost = [shard for shard in self.shards if shard.state is Survival.LOST]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         if lost:
             some = "; ".join(shard.why() for shard in lost[:4])
@@ -94,7 +105,7 @@ class GenerationReport:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryPlan:
     """All generations of a run that left a trace, newest first, and the one to restore.
 
@@ -153,7 +164,7 @@ def plan_recovery(
     candidates = [
         report
         for report in reports
-        if report.state != "lost"
+        if report.state is not Survival.LOST
         and report.generation not in refused
         and step in (None, report.generation.step)
         and generation in (None, report.generation)
@@ -161,9 +172,14 @@ def plan_recovery(
     chosen = next((report for report in candidates if not report.abandoned), None)
     if chosen is None and candidates and (step is not None or generation is not None):
         chosen = candidates[0]
-    ruins = _ruins(inventories, found)
     return RecoveryPlan(
-        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs
+        run=run,
+        generations=reports,
+        chosen=chosen,
+        newest_timeline=newest_timeline,
+        refused=frozenset(refused),
+        ruins=_ruins(inventories, found),
+        roll_backs=roll_backs,
     )
 
 
@@ -248,33 +264,43 @@ def _report(
 ) -> GenerationReport:
     sample = next(header for found in ranks.values() for header, _ in found)
     shards = tuple([_shard(rank, ranks.get(rank, [])) for rank in range(sample.world_size)])
-    states = {shard.state for shard in shards}
-    state: Class = (
-        "lost" if "lost" in states else "recoverable" if "recoverable" in states else "complete"
-    )
     return GenerationReport(
-        generation,
-        sample.parent,
-        sample.world_size,
-        state,
-        min(shard.margin for shard in shards),
-        shards,
-        abandoned,
+        generation=generation,
+        parent=sample.parent,
+        world_size=sample.world_size,
+        state=_worst({shard.state for shard in shards}),
+        margin=min(shard.margin for shard in shards),
+        shards=shards,
+        abandoned=abandoned,
     )
+
+
+def _worst(states: Collection[Survival]) -> Survival:
+    if Survival.LOST in states:
+        return Survival.LOST
+    return Survival.RECOVERABLE if Survival.RECOVERABLE in states else Survival.COMPLETE
 
 
 def _shard(rank: int, found: _Found) -> ShardReport:
     if not found:
-        return ShardReport(rank, "lost", -1, None, (), {})
+        return ShardReport(
+            rank=rank, state=Survival.LOST, margin=-1, header=None, homes=(), fragments={}
+        )
     header, pieces = found[0] if len(found) == 1 else _agreed(found)
     fragments = dict(sorted(pieces))
     if len(fragments) < len(pieces):
         fragments = _places(pieces)
     homes = fragments.pop(HOME, ())
     margin = margin_of(header.k, homes, fragments)
-    whole = homes and len(fragments) == header.n
-    state: Class = "lost" if margin < 0 else "complete" if whole else "recoverable"
-    return ShardReport(rank, state, margin, header, homes, fragments)
+    if margin < 0:
+        state = Survival.LOST
+    elif homes and len(fragments) == header.n:
+        state = Survival.COMPLETE
+    else:
+        state = Survival.RECOVERABLE
+    return ShardReport(
+        rank=rank, state=state, margin=margin, header=header, homes=homes, fragments=fragments
+    )
 
 
 def _places(pieces: Iterable[_Piece]) -> dict[int, tuple[str, ...]]:

@@ -7,7 +7,8 @@ performs them. Events are what the driver tells the core: requests, ends of acti
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
 # -- tasks ----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
+class JobState(StrEnum):
+    """The state of a ``Job``; the values are those of ``Progress.state`` on the wire."""
+
+    ENCODING = "encoding"
+    SCATTERING = "scattering"
+    PROTECTED = "protected"
+    FAILED = "failed"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
 class Job:
     """Protecting one shard; ``home`` is its home copy until the job has ended.
 
@@ -40,7 +50,7 @@ class Job:
     home: Entry | None
     started_s: float
     deadline_s: float
-    state: str = "encoding"
+    state: JobState = JobState.ENCODING
     parity: Region | None = None
     waiting: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
@@ -52,7 +62,7 @@ class Job:
     @property
     def ended(self) -> bool:
         """Whether nothing about it changes any more."""
-        return self.state in ("protected", "failed")
+        return self.state in (JobState.PROTECTED, JobState.FAILED)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +75,7 @@ class Taking:
     """
 
     message: Hold | Prefetch
+    _: KW_ONLY
     table: np.ndarray | None = None
     region: Region | None = None
     sums: np.ndarray | None = None
@@ -213,7 +224,7 @@ class Remember:
     request: Noted | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Allocate:
     """A region for a task. Its result is the region; ``budget_bytes`` 0 is the agent's default."""
 

@@ -13,6 +13,7 @@ prefetch.py, hold.py, fetch.py, guard.py, store.py, scrub.py; ledgers.py about f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ecckpt.agent.core.actions import (
@@ -213,7 +214,13 @@ class Core:
             *self.ledgers.admit(run, header.shard.generation.timeline, header),
             *self.ledgers.discard(run, rank, message.discard),
             *self.ledgers.clear(run, rank),
-            Allocate(run, header.file_bytes, budget_bytes, f"a slot for rank {rank}", message),
+            Allocate(
+                run=run,
+                size_bytes=header.file_bytes,
+                budget_bytes=budget_bytes,
+                what=f"a slot for rank {rank}",
+                task=message,
+            ),
         ]
 
     def _reserved(self, message: Reserve, region: Any) -> list[Action]:
@@ -363,9 +370,7 @@ class Core:
         recalled = self.ledgers.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]
-        again = Allocate(
-            action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
-        )
+        again = replace(action, again=True)
         record = self.ledgers.of(action.run)
         abandoned = record.abandoned() or record.leftover()
         unused = self.ledgers.unused()

@@ -99,4 +99,10 @@ def slot_of(header: Header, region: Region) -> Slot:
 def _allocate(fetching: Fetching, size_bytes: int) -> Allocate:
     message = fetching.message
     shard = message.header.shard
-    return Allocate(shard.run, size_bytes, message.memory_bytes, f"restoring {shard}", fetching)
+    return Allocate(
+        run=shard.run,
+        size_bytes=size_bytes,
+        budget_bytes=message.memory_bytes,
+        what=f"restoring {shard}",
+        task=fetching,
+    )

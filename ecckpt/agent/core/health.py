@@ -20,7 +20,7 @@ from ecckpt.protocol.messages.repair import Guard, Presence, Probe
 MISSES = 3
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class PeerHealth:
     """A node that may hold fragments: what it ``held`` when it was last asked, at ``asked_s``.
 
@@ -83,7 +83,8 @@ class GroupHealth:
         """
         if self._guard is None or self._guard.members != guard.members:
             self.peers = [
-                PeerHealth(each.node, each.domain, each.address) for each in guard.members
+                PeerHealth(node=each.node, domain=each.domain, address=each.address)
+                for each in guard.members
             ]
         self._guard = guard
         self._newest = newest

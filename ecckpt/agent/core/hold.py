@@ -108,9 +108,16 @@ class Holder:
         assert isinstance(message, Hold)
         if taking.region is None:
             what = f"fragment {header.index} of {header.shard}"
-            size_bytes, budget_bytes = header.file_bytes, message.memory_bytes
-            run, again = header.shard.run, message.repair
-            return [Allocate(run, size_bytes, budget_bytes, what, taking, again=again)]
+            return [
+                Allocate(
+                    run=header.shard.run,
+                    size_bytes=header.file_bytes,
+                    budget_bytes=message.memory_bytes,
+                    what=what,
+                    task=taking,
+                    again=message.repair,
+                )
+            ]
         bad_blocks = int(taking.lacking().sum())
         if bad_blocks and taking.tries < _TRIES:
             taking.tries += 1

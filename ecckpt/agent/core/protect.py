@@ -22,6 +22,7 @@ from ecckpt.agent.core.actions import (
     Announce,
     Encode,
     Job,
+    JobState,
     Post,
     Recycle,
     Reply,
@@ -73,7 +74,7 @@ class Protector:
         ended = [shard for shard, job in self._jobs.items() if job.ended]
         for shard in ended[: max(0, len(self._jobs) - _KEPT_JOBS)]:
             del self._jobs[shard]
-        job = Job(message, home, now_s, now_s + message.timeout_s)
+        job = _job(message, home, now_s, repair=False)
         self._jobs[message.shard] = job
         home.pins += 1
         return [*actions, Reply(Done()), *self._prepare(job, home, now_s)]
@@ -86,7 +87,7 @@ class Protector:
         home = self._records.find(message.shard, HOME)
         assert home.table is not None
         assert not self.busy
-        job = Job(message, home, now_s, now_s + message.timeout_s, repair=True)
+        job = _job(message, home, now_s, repair=True)
         self._repair = job
         home.pins += 1
         return job, self._prepare(job, home, now_s)
@@ -124,7 +125,7 @@ class Protector:
             state = "unknown" if home is None or home.table is not None else "staging"
             return Progress(state, 0, (), 0.0, 0.0)
         problems = tuple(job.problems)
-        return Progress(job.state, len(job.held), problems, job.encode_s, job.protected_s)
+        return Progress(job.state.value, len(job.held), problems, job.encode_s, job.protected_s)
 
     def allocated(self, job: Job, region: Region) -> list[Action]:
         """There is room for the parity."""
@@ -198,7 +199,16 @@ class Protector:
             return self._encode(job)
         what = f"the parity of {header.shard}"
         size_bytes, budget_bytes = parity_region_bytes(header), job.message.memory_bytes
-        return [Allocate(header.shard.run, size_bytes, budget_bytes, what, job, again=job.repair)]
+        return [
+            Allocate(
+                run=header.shard.run,
+                size_bytes=size_bytes,
+                budget_bytes=budget_bytes,
+                what=what,
+                task=job,
+                again=job.repair,
+            )
+        ]
 
     def _encode(self, job: Job) -> list[Action]:
         """Encode, and tell holders of data fragments that they will be asked.
@@ -230,7 +240,7 @@ class Protector:
 
     def _scatter(self, job: Job, header: Header, table: np.ndarray, now_s: float) -> list[Action]:
         message = job.message
-        job.state = "scattering"
+        job.state = JobState.SCATTERING
         job.waiting = {target.index for target in message.targets}
         if not job.waiting:
             return self._finish(job, now_s)
@@ -261,7 +271,7 @@ class Protector:
         if not failed and len(job.held) < least:
             job.problems.append(f"{len(job.held)} fragments held, at least {least} needed")
             failed = True
-        job.state = "failed" if failed else "protected"
+        job.state = JobState.FAILED if failed else JobState.PROTECTED
         problem = "; ".join(job.problems[:4])
         what = "repairing" if job.repair else "protecting"
         warning = [Warn(f"{what} {job.message.shard} failed: {problem}")] if failed else []
@@ -271,8 +281,8 @@ class Protector:
         """End a job early. What is still encoded for it goes when that is done."""
         job.problems.append(why)
         job.protected_s = now_s - job.started_s
-        if job.state == "encoding":
-            job.state = "failed"
+        if job.state is JobState.ENCODING:
+            job.state = JobState.FAILED
             return []
         job.waiting.clear()
         return self._finish(job, now_s, failed=True)
@@ -286,6 +296,16 @@ class Protector:
         job.home = job.parity = None
         spare = [] if parity is None else [Recycle(home.header.shard.run, parity)]
         return spare + self._records.unpin(home)
+
+
+def _job(message: Protect, home: Entry, now_s: float, *, repair: bool) -> Job:
+    return Job(
+        message=message,
+        home=home,
+        started_s=now_s,
+        deadline_s=now_s + message.timeout_s,
+        repair=repair,
+    )
 
 
 def _host(address: str) -> str:

@@ -33,7 +33,7 @@ from ecckpt.protocol.messages.save import Protect, Target
 _MEMBERS_LIMIT = 2 * 256  # a group has fewer than 2 (n + 1) nodes, and is noted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GuardStatus:
     """How safe the newest guarded generation of this node's ranks is, as its holders are now.
 

@@ -9,7 +9,7 @@ lets nothing go there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +40,7 @@ class Entry:
     header: Header
     region: Region
     table: np.ndarray | None
+    _: KW_ONLY
     pins: int = 0
     doomed: bool = False
     lent: bool = False
@@ -52,7 +53,7 @@ class Entry:
         return self.header.shard, self.header.index
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunNotes:
     """What of a run must outlive the agent's process, beyond the files themselves."""
 
@@ -85,6 +86,7 @@ class RunRecord:
     """
 
     run: str
+    _: KW_ONLY
     fence: int = 0
     session: str = ""
     forgotten: int = 0
@@ -107,14 +109,14 @@ class RunRecord:
     def notes(self) -> RunNotes:
         """What should be written down of it now."""
         return RunNotes(
-            self.fence,
-            self.committed,
-            self.restored,
-            self.roll_backs,
-            self.stored,
-            self.guard,
-            self.restored_by,
-            self.session,
+            fence=self.fence,
+            committed=self.committed,
+            restored=self.restored,
+            roll_backs=self.roll_backs,
+            stored=self.stored,
+            guard=self.guard,
+            restored_by=self.restored_by,
+            session=self.session,
         )
 
     def believe(self, notes: RunNotes) -> None:

@@ -48,14 +48,14 @@ def unpack_notes(raw: bytes, where: str) -> RunNotes:
             for timeline, target in fields.get("roll_backs", ())
         )
         return RunNotes(
-            fields["fence"],
-            Generation.parse(fields["committed"]) if fields["committed"] else None,
-            Generation.parse(fields["restored"]) if fields["restored"] else None,
-            in_force(roll_backs),
-            tuple(Generation.parse(each) for each in fields.get("stored", ())),
-            unpack_message(Guard, fields["guard"]) if fields.get("guard") else None,
-            restored_by,
-            session,
+            fence=fields["fence"],
+            committed=Generation.parse(fields["committed"]) if fields["committed"] else None,
+            restored=Generation.parse(fields["restored"]) if fields["restored"] else None,
+            roll_backs=in_force(roll_backs),
+            stored=tuple(Generation.parse(each) for each in fields.get("stored", ())),
+            guard=unpack_message(Guard, fields["guard"]) if fields.get("guard") else None,
+            restored_by=restored_by,
+            session=session,
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InvalidMessage(f"{where}: no run state: {error}") from error

@@ -15,7 +15,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from ecckpt.agent.storage.budget import Accounts
@@ -41,6 +41,7 @@ class Region:
     path: Path
     size_bytes: int
     view: memoryview = field(repr=False)
+    _: KW_ONLY
     use: int = 0
     assigned: bool = False
 
