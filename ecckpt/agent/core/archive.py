@@ -1,7 +1,19 @@
-"""What goes from memory to this node's disk: one generation of a run at a time, file by file.
+"""Writing generations from memory to this node's disk: one generation of a run at a time.
 
-Entries are lent to the disk, not pinned: if a newer save needs the memory first, they are taken
-back, and what is not on disk then is said. The disk is never waited for.
+The storing of one generation (``Storing``), driven by repeated ``Store`` requests of rank 0:
+
+    Store of a generation --> its entries are lent to the disk: waiting, fragments first
+                                  |
+                                  v
+         +--------------> write one file (at most one for each run)
+         |                        |-- written -------> DiskFile entered in the record
+         |                        |-- no room -------> old attempts removed, then written once more
+         |                        +-- failed --------> problem in ``Stored``
+         +-- next file -----------+
+    Store of another generation, or forget --> waiting entries are unlent; the current write goes on
+
+Entries are lent to the disk, not pinned. If a newer save needs their memory first, they are taken
+back, and ``Stored`` names that as a problem. Saves never wait for the disk.
 """
 
 from __future__ import annotations
@@ -9,9 +21,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ecckpt.agent.core.actions import Action, Reply, Storing, Warn, Write
+from ecckpt.agent.core.actions import Action, Reply, Warn, Write
 from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.core.tasks import Storing
 from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
 from ecckpt.protocol.messages.disk import Piece, Retain, Store, Stored
 from ecckpt.protocol.messages.node import Done
@@ -21,24 +34,24 @@ if TYPE_CHECKING:
 
 TAKEN_BACK = "memory was needed for a newer save (a larger memory_bytes would keep it longer)"
 
-_PROBLEMS = 8
+_PROBLEMS = 8  # kept for each generation
 
 
 class Archiver:
-    """What is being stored, by run. ``problem`` says why the disk cannot be used, if it cannot."""
+    """The storing of each run. ``problem`` says why the disk cannot be used; empty if it can."""
 
     def __init__(self, records: RunRecords, *, problem: str) -> None:
         self._records = records
         self._problem = problem
         self._storing: dict[str, Storing] = {}
-        self._writing: dict[str, Entry] = {}  # by run: a disk that hangs gets no second one
+        self._writing: dict[str, Entry] = {}  # by run: at most one write each, also if it hangs
 
     def handle_request(self, message: Store | Retain) -> list[Action]:
-        """What a request leads to."""
+        """Handle a ``Store`` or a ``Retain``."""
         return self._store(message) if isinstance(message, Store) else self._retain(message)
 
     def _store(self, message: Store) -> list[Action]:
-        """Begin to store a generation, or tell how far it is."""
+        """Begin to store a generation, or answer how far it is."""
         record = self._records.of(message.run)
         record.check_writer(message.generation.timeline)
         if not self._records.disk:
@@ -50,7 +63,7 @@ class Archiver:
         return [Reply(self.stored(message.run)), *actions]
 
     def stored(self, run: str) -> Stored:
-        """How far the generation is that was last to be stored."""
+        """How far the generation is whose storing began last."""
         storing = self._storing.get(run)
         if storing is None:
             return Stored(self._records.disk, (), 0, ())
@@ -69,7 +82,11 @@ class Archiver:
         return Stored(True, pieces, waiting_bytes, tuple(storing.problems))
 
     def _retain(self, message: Retain) -> list[Action]:
-        """Note what is on disk everywhere; what is older and not kept goes when that is noted."""
+        """Note which generations are on disk everywhere, then remove superseded files.
+
+        The files are removed when the notes are written (``Core._remembered``). An agent that is
+        killed in between has lost no file, and knows the same of the newer generations.
+        """
         record = self._records.of(message.run)
         record.check_writer(message.writer)
         if list(message.generations) != sorted(set(message.generations)) or not message.generations:
@@ -82,7 +99,7 @@ class Archiver:
         ]
 
     def written(self, write: Write, file: DiskFile) -> list[Action]:
-        """A file is on disk."""
+        """A file is on disk; it is removed again if the run was forgotten meanwhile."""
         self._records.keep_file(file)
         run = file.header.shard.run
         forgotten = file.header.shard.generation.timeline < self._records.of(run).forgotten
@@ -90,7 +107,7 @@ class Archiver:
         return [*gone, *self._finish_write(write)]
 
     def failed(self, write: Write, error: Exception) -> list[Action]:
-        """A file could not be written."""
+        """A file could not be written. For want of room, remove old attempts and try once more."""
         run, storing = write.entry.header.shard.run, write.storing
         if not write.again and isinstance(error, DiskBudgetTooSmall | DiskFull):
             attempts = self._records.remove(run, self._records.of(run).attempts())
@@ -101,11 +118,11 @@ class Archiver:
         return [*warned, *self._finish_write(write)]
 
     def stop(self, run: str) -> list[Action]:
-        """Write no more of a run than what is being written."""
+        """Unlend what is waiting of a run; a write that is under way goes on."""
         actions: list[Action] = []
-        older = self._storing.get(run)
-        while older is not None and older.waiting:
-            actions += self._records.unlend(older.waiting.popleft())
+        storing = self._storing.get(run)
+        while storing is not None and storing.waiting:
+            actions += self._records.unlend(storing.waiting.popleft())
         return actions
 
     def _begin_generation(self, record: RunRecord, message: Store) -> list[Action]:

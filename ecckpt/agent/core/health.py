@@ -1,8 +1,16 @@
-"""What a home knows of the nodes that hold its shards: who answers, and what each of them has.
+"""The health of the nodes that hold a home's fragments: which answer, and what each of them has.
 
-A node is lost when it has not answered three times in a row. What it has is what it says: nothing
-is concluded from what it was once sent, so one that is back with an empty memory is seen for what
-it is, and so is one that another node has replaced at the same address.
+A peer, as its home sees it:
+
+    answering --no answer--> missed 1 --> missed 2 --> missed 3: lost, asked every LOST_PEER_ROUND_S
+        ^                       |            |            |
+        +------- answer --------+------------+------------+
+
+Fragments of a lost node count as missing. Only a node's latest answer says what it has; nothing is
+concluded from what was sent to it earlier. So a node that comes back with an empty memory is seen
+as empty, and a node that another one has replaced at the same address is seen as the new one.
+
+repair.py asks the peers and decides what is made again from the answers.
 """
 
 from __future__ import annotations
@@ -17,15 +25,20 @@ from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe
 
-MISSES = 3
+MISSES = 3  # in a row, until a node counts as lost
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class PeerHealth:
-    """A node that may hold fragments: what it ``held`` when it was last asked, at ``asked_s``.
+    """A node that may hold fragments, as of its latest answer.
 
-    ``coming`` is what it was about to hold, ``committed`` what it was told of. ``misses`` is how
-    often in a row it has not answered since, the next time to ask is ``ask_at_s``.
+    Attributes:
+        held: what it had when it was asked at ``asked_s``.
+        coming: what it was about to hold then.
+        committed: the newest generation that it had been told of.
+        asking: a probe is under way.
+        misses: probes in a row that were not answered.
+        ask_at_s: the earliest time of the next probe.
     """
 
     node: str
@@ -41,17 +54,17 @@ class PeerHealth:
 
     @property
     def lost(self) -> bool:
-        """Whether it counts as lost."""
+        """Whether the node counts as lost."""
         return self.misses >= MISSES
 
     def knows(self, shard: ShardId, since_s: float) -> bool:
-        """Whether it was asked about a shard at that time or later, or is lost."""
+        """Whether the node was asked about a shard at ``since_s`` or later, or is lost."""
         return self.lost or (self.asked_s >= since_s and shard in self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPieces:
-    """Which living nodes have what of a shard; ``coming`` are fragments on their way to one."""
+    """Which answering nodes have what of a shard; ``coming`` are fragments about to be held."""
 
     homes: frozenset[str]
     fragments: Mapping[int, Collection[str]]
@@ -59,7 +72,7 @@ class ShardPieces:
 
 
 class GroupHealth:
-    """Watching over one run's home copies on the node ``home``."""
+    """The health of the group of one run's home copies on the node ``home``."""
 
     def __init__(self, run: str, home: str) -> None:
         self.run = run
@@ -68,7 +81,7 @@ class GroupHealth:
         self._guard: Guard | None = None
         self._newest: Generation | None = None
         self._indices: Mapping[ShardId, int] = {}
-        self._since_s: dict[ShardId, float] = {}  # from when on answers count
+        self._since_s: dict[ShardId, float] = {}  # answers before this time do not count
 
     def align(
         self,
@@ -77,9 +90,10 @@ class GroupHealth:
         newest: Generation | None,
         now_s: float,
     ) -> None:
-        """Watch these nodes from now on, for these shards of so many fragments each.
+        """Take over the current guard, and the shards to watch with their numbers of fragments.
 
-        ``newest`` is the newest generation that the home was told of.
+        ``newest`` is the newest generation that the home was told of. If the members are the same,
+        what is known of them stays.
         """
         if self._guard is None or self._guard.members != guard.members:
             self.peers = [
@@ -93,11 +107,15 @@ class GroupHealth:
 
     @property
     def holders(self) -> list[PeerHealth]:
-        """The nodes that hold fragments 0, 1, ... when all is well."""
+        """The members that hold fragments 0, 1, ... when nothing is lost."""
         return self.peers[: self._guard.holders if self._guard else 0]
 
     def to_ask(self, now_s: float) -> list[PeerHealth]:
-        """Whom to ask now: the holders, and where they lack something the others too."""
+        """The peers to probe now, marked as ``asking``.
+
+        The holders; while they lack a fragment, the other members too, since one of them may have
+        it.
+        """
         whole = all(self._whole(shard) for shard in self._indices)
         asked = self.holders if whole else self.peers
         due = [peer for peer in asked if not peer.asking and now_s >= peer.ask_at_s]
@@ -106,10 +124,14 @@ class GroupHealth:
         return due
 
     def answered(self, peer: PeerHealth, probe: Probe, seen: Presence, at_s: float) -> str:
-        """A node that was asked at that time has answered; returns what people should know."""
+        """A node that was asked at ``at_s`` has answered; returns a text to log, or nothing.
+
+        If the answer comes from another member or from the home itself, the address now belongs to
+        that node, and the peer counts as missed.
+        """
         others = {self._home} | {each.node for each in self.peers if each is not peer}
         if seen.node in others:
-            return self.missed(peer, at_s)  # an address that now is somebody else's
+            return self.missed(peer, at_s)  # the address belongs to another node now
         back = f"node {seen.node} at {peer.address} answers again" if peer.lost else ""
         if seen.node != peer.node:
             back = f"node {seen.node} is where node {peer.node} was, at {peer.address}"
@@ -120,7 +142,7 @@ class GroupHealth:
         return back
 
     def missed(self, peer: PeerHealth, now_s: float) -> str:
-        """A node has not answered; returns what people should know."""
+        """A node has not answered; returns a text to log, or nothing."""
         peer.asking = False
         peer.misses += 1
         if peer.lost:
@@ -130,10 +152,11 @@ class GroupHealth:
         return f"node {peer.node} at {peer.address} counts as lost: no answer {MISSES} times"
 
     def known(self, shard: ShardId, since_s: float) -> bool:
-        """Whether all that matters for a shard was asked at that time or later.
+        """Whether every peer that matters for a shard was asked at ``since_s`` or later.
 
-        Where the holders have it whole, they are all that matters. Nothing is known of a home that
-        has not been told of a commit yet: the others may have let go what came before.
+        The holders are enough while they have all fragments. Nothing counts as known while a peer
+        was told of a newer commit than the home: the peers may have dropped the older fragments
+        already.
         """
         if shard not in self._since_s or self._behind():
             return False
@@ -142,7 +165,7 @@ class GroupHealth:
         return all(peer.knows(shard, since_s) for peer in asked)
 
     def pieces(self, shard: ShardId) -> ShardPieces:
-        """Where what of a shard is, by the latest answers; the home's own copy is among them."""
+        """Where the pieces of a shard are, by the latest answers, the home's own copy included."""
         homes = {self._home}
         fragments: dict[int, list[str]] = defaultdict(list)
         coming: dict[int, list[str]] = defaultdict(list)
@@ -159,15 +182,16 @@ class GroupHealth:
         return ShardPieces(frozenset(homes), fragments, coming)
 
     def lost(self) -> list[str]:
-        """Nodes that count as lost."""
+        """Names of the nodes that count as lost."""
         return [peer.node for peer in self.peers if peer.lost]
 
     def _behind(self) -> bool:
+        """Whether a peer was told of a newer commit than the home."""
         told = [peer.committed for peer in self.peers if peer.committed and not peer.lost]
         return any(self._newest is None or each > self._newest for each in told)
 
     def _whole(self, shard: ShardId) -> bool:
-        """Whether the holders have all of it, without the others."""
+        """Whether the holders that answer have all fragments of the shard."""
         held = {
             index for each in self.holders if not each.lost for index in each.held.get(shard, ())
         }

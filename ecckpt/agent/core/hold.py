@@ -1,4 +1,23 @@
-"""Holding fragments of other nodes' shards: queue, pull, prove every block, seal, answer."""
+"""Holding fragments of other nodes' shards: queue, pull, verify every block, seal, answer.
+
+A fragment being taken in (``Taking``):
+
+    Prefetch --> prefetch.py pulls it early, or does not; no promise
+        |
+    Hold --> waiting (queue) --> pulling: allocate a region, unless prefetching borrowed one
+                                    |
+                                    v
+                                 pull the rows that differ from the table, at most _TRIES times
+                                    |                              |
+                 every block matches|                              | no room, no bytes, bad blocks
+                                    v                              v
+                              admit again, seal             region given back
+                                    |                              |
+                                    +--> Held to the home <--------+
+
+At most ``PULLS`` fragments are in the state pulling. A fragment that was claimed from the
+prefetcher while its early pull is under way waits in this state for that pull to end.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +26,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.actions import (
-    Action,
-    Allocate,
-    Discard,
-    Post,
-    Pull,
-    Recycle,
-    Reply,
-    Seal,
-    Taking,
-)
+from ecckpt.agent.core.actions import Action, Allocate, Discard, Post, Pull, Recycle, Reply, Seal
 from ecckpt.agent.core.prefetch import Prefetcher
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.core.tasks import Taking
 from ecckpt.errors import Fenced, InvalidMessage, RequestRefused
 from ecckpt.format.fragment_file import HOME, parse_table
 from ecckpt.format.ids import ShardId
@@ -30,13 +40,13 @@ from ecckpt.protocol.messages.save import Held, Hold, Prefetch
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-PULLS = 4
+PULLS = 4  # at a time
 _QUEUE_LIMIT = 4096
-_TRIES = 2  # a flipped bit on the way deserves a second try, not a third
+_TRIES = 2  # a bit that flips on the way is cured by a second pull; damage at the source is not
 
 
 class Holder:
-    """What this node was asked to hold: so many fragments at a time, the others wait."""
+    """The fragments that this node was asked to hold; ``PULLS`` of them are pulled at a time."""
 
     def __init__(self, records: RunRecords) -> None:
         self._records = records
@@ -45,12 +55,12 @@ class Holder:
         self._pulling: list[Taking] = []
 
     def coming(self, shard: ShardId) -> list[int]:
-        """Fragments of a shard that are not here yet, but on their way."""
+        """Indices of fragments of a shard that are queued or being pulled."""
         takings = [taking.message.header for taking in (*self._waiting, *self._pulling)]
         return sorted({header.index for header in takings if header.shard == shard})
 
     def start(self, message: Prefetch | Hold, now_s: float) -> list[Action]:
-        """Queue the work, or perhaps begin it before it is asked for."""
+        """Take a ``Hold`` into the queue, or perhaps begin to pull for a ``Prefetch``."""
         if isinstance(message, Prefetch):
             return self._prefetch(message, now_s)
         return self._hold(message)
@@ -65,7 +75,7 @@ class Holder:
         return [*admitted, Reply(Done()), *begun]
 
     def _hold(self, message: Hold) -> list[Action]:
-        """Queue the work; ``Held`` goes to the source when it is done."""
+        """Queue the work. ``Held`` goes to the source when it has ended."""
         header = message.header
         if header.index == HOME:
             raise InvalidMessage("a home copy is fetched, not held")
@@ -82,28 +92,32 @@ class Holder:
         return [*admitted, Reply(Done()), *superseded, *self._begin_queued()]
 
     def allocated(self, taking: Taking, region: Region) -> list[Action]:
-        """There is room for the fragment."""
+        """The region for the fragment was allocated."""
         taking.region = region
         return self._advance(taking)
 
     def pulled(self, taking: Taking, sums: np.ndarray) -> list[Action]:
-        """Bytes of it are here, with these checksums."""
+        """A pull has ended; ``sums`` are the checksums of the blocks now in the region."""
         if taking.early:
             return self._ended_early(taking, sums)
         taking.sums = sums
         return self._advance(taking)
 
     def failed(self, taking: Taking, error: Exception) -> list[Action]:
-        """There is no room, or the bytes cannot be had."""
+        """The region could not be allocated, or the source not be read."""
         return self._ended_early(taking, None) if taking.early else self._end(taking, str(error))
 
     def _ended_early(self, taking: Taking, sums: np.ndarray | None) -> list[Action]:
-        """A pull has ended that was begun before anybody asked: as good as it is, go on with it."""
+        """A pull that began before the ``Hold`` has ended; ``sums`` is None if it failed.
+
+        If the fragment was claimed meanwhile, go on with what arrived: only rows that differ from
+        the table are pulled again.
+        """
         actions = self.prefetcher.ended(taking, sums)
         return actions + (self._advance(taking) if taking in self._pulling else [])
 
     def _advance(self, taking: Taking) -> list[Action]:
-        """Take the next step with what is here of a fragment: room, bytes, the end."""
+        """Take the next step for a fragment: allocate, pull, seal or give up."""
         message, header = taking.message, taking.message.header
         assert isinstance(message, Hold)
         if taking.region is None:
@@ -132,16 +146,16 @@ class Holder:
 
     def _seal(self, taking: Taking, region: Region) -> list[Action]:
         header = taking.message.header
-        try:
+        try:  # again: the fence may have risen during the pull
             admitted = self._records.admit(header.shard.run, taking.message.writer)
         except Fenced as error:
             return self._end(taking, str(error))
         entry = Entry(header, region, taking.table)
-        taking.region = None
+        taking.region = None  # the entry owns it now
         return [*admitted, Seal(entry), *self._records.enter(entry), *self._end(taking, "")]
 
     def _begin_queued(self) -> list[Action]:
-        """Begin what is queued, as far as places are free."""
+        """Begin with queued fragments while there are places."""
         actions: list[Action] = []
         while self._waiting and len(self._pulling) < PULLS:
             self._pulling.append(self._waiting.popleft())
@@ -162,10 +176,12 @@ class Holder:
         return actions if taking.early else [*actions, *self._advance(taking)]
 
     def _end(self, taking: Taking, problem: str) -> list[Action]:
+        """End the work on a fragment: give its region back and answer the home."""
         shard, index = taking.message.header.shard, taking.message.header.index
         actions: list[Action] = []
         if taking.region is not None:
-            let_go = Discard if taking.early else Recycle  # early: bytes may still come
+            # A pull that is under way may still write: such a region is not used again.
+            let_go = Discard if taking.early else Recycle
             actions.append(let_go(shard.run, taking.region))
             taking.region = None
         taking.dropped = True

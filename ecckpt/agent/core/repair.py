@@ -1,11 +1,20 @@
-"""Repair while training runs: whoever holds too little gets it again, one shard after another.
+"""Repair while training runs: the home makes lost fragments again, one shard after another.
 
-    every 2 s: ask the holders -> who is lost, who has what (vigil.py)
-    a fragment is nowhere      -> re-make it from the home copy: for its holder, or for a spare node
+    every HEALTH_ROUND_S: probe the holders --> who is lost, who has what (health.py)
+                                |
+           a fragment is on no answering node, and none is about to hold it
+                                v
+    no repair, no save, guard in force --> repair the first such shard: a ``Job`` (protect.py)
+                ^                               |
+                |                               +-- all targets hold: forget earlier failures
+                +-- next shard, or after a pause +-- some do not: retry after 4, 8, ... 64 s
 
-A repair gives way: none begins while a save is under way here, and a save that begins ends it. It
-takes no memory that saves may need, and nothing is dropped for it. While a restart is under way
-(the fence is newer than whoever asked for the guard) nothing is repaired.
+The repaired fragment goes to its regular holder if that node answers, else to a spare node of the
+group (policy/placement.py).
+
+A repair gives way to saves: none begins while a save is under way here, and a save that begins
+cancels it. It takes no memory that saves may need, and nothing is dropped for it. While a restart
+is under way (the fence is above the timeline that sent the guard) nothing is repaired.
 """
 
 from __future__ import annotations
@@ -15,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ecckpt.agent import deadlines
-from ecckpt.agent.core.actions import Action, AskPeer, Job, Reply, Wake, Warn
+from ecckpt.agent.core.actions import Action, AskPeer, Reply, Wake, Warn
 from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.protect import Protector
 from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
+from ecckpt.agent.core.tasks import Job
 from ecckpt.errors import InvalidMessage
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import Generation, ShardId
@@ -30,16 +40,20 @@ from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe
 from ecckpt.protocol.messages.save import Protect, Target
 
-_MEMBERS_LIMIT = 2 * 256  # a group has fewer than 2 (n + 1) nodes, and is noted
+_MEMBERS_LIMIT = 2 * 256  # a group has fewer than 2 (n + 1) nodes; the notes keep it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardStatus:
-    """How safe the newest guarded generation of this node's ranks is, as its holders are now.
+    """How safe the newest guarded generation of this node's ranks is now.
 
-    ``margin`` is how many more nodes may be lost, whichever they are; None while that is not known.
-    ``missing`` fragments are held by no living node, ``lost`` are the nodes that do not answer,
-    ``repairing`` is the shard that is being worked on, ``repaired`` counts fragments made again.
+    Attributes:
+        margin: how many more nodes may be lost, whichever they are; None while that is not known.
+        missing: number of fragments on no answering node.
+        lost: nodes that do not answer.
+        repairing: the shard whose repair is under way.
+        repaired: fragments made again since the agent started.
+        problem: what went wrong in the last repair, or prevents the next.
     """
 
     generation: Generation
@@ -53,14 +67,14 @@ class GuardStatus:
 
 @dataclass(slots=True)
 class _Trial:
-    """Repairs of one shard that did not get everything done, and when the next may begin."""
+    """Repairs of one shard that left fragments missing, and when the next may begin."""
 
     tries: int = 0
     again_s: float = 0.0
 
 
 class Repairer:
-    """All guards of this node, and the one repair that may be under way."""
+    """The guards of all runs on this node, and the one repair that may be under way."""
 
     def __init__(self, records: RunRecords, protector: Protector, *, budget_bytes: int) -> None:
         self._records = records
@@ -75,7 +89,7 @@ class Repairer:
     # -- events -----------------------------------------------------------------------------------
 
     def start(self, message: Guard, now_s: float) -> list[Action]:
-        """Watch a run's home copies from now on."""
+        """Watch a run's home copies from now on, as the guard says."""
         if not 0 <= message.holders <= len(message.members) <= _MEMBERS_LIMIT:
             raise InvalidMessage(f"{message.holders} holders of {len(message.members)} members")
         record = self._records.of(message.run)
@@ -88,12 +102,12 @@ class Repairer:
         ]
 
     def resume(self, now_s: float) -> list[Action]:
-        """Watch what an earlier process of this agent watched."""
+        """After a start of the agent: go on with the guards in the adopted notes."""
         runs = [run for run in self._records.runs() if self._records.of(run).guard is not None]
         return [action for run in runs for action in self._start_watching(run, now_s)]
 
     def due(self, health: GroupHealth, now_s: float) -> list[Action]:
-        """A round begins."""
+        """Begin a round: probe the peers, and repair what is known to be missing."""
         wake = Wake(now_s + deadlines.HEALTH_ROUND_S, health)
         record = self._records.look(health.run)
         if not self._in_force(record):
@@ -106,17 +120,17 @@ class Repairer:
         return [wake, *asks, *self._repair_next(health, now_s)]
 
     def answered(self, ask: AskPeer, seen: Presence, now_s: float) -> list[Action]:
-        """A node has said what it has."""
+        """A peer has answered a probe."""
         return self._after_probe(
             ask, ask.health.answered(ask.sight, ask.message, seen, ask.at_s), now_s
         )
 
     def missed(self, ask: AskPeer, now_s: float) -> list[Action]:
-        """A node has not answered."""
+        """A peer has not answered a probe."""
         return self._after_probe(ask, ask.health.missed(ask.sight, now_s), now_s)
 
     def review(self, now_s: float) -> list[Action]:
-        """If the repair has ended, take note of how it went and go on with the next."""
+        """If the repair has ended, note the outcome and begin with the next shard."""
         job = self._repair
         if job is None or not job.ended:
             return []
@@ -139,7 +153,7 @@ class Repairer:
         ]
 
     def guard_status(self, run: str) -> GuardStatus | None:
-        """How safe what is guarded is now; None if nothing is."""
+        """How safe the run's guarded generation is; None if none is guarded."""
         record, health = self._records.look(run), self._health.get(run)
         guarded = record.guarded()
         if record.guard is None or health is None or not guarded:
@@ -170,11 +184,10 @@ class Repairer:
         if run in self._health:
             return []
         self._health[run] = GroupHealth(run, self._records.node)
-        return [
-            Wake(now_s + deadlines.HEALTH_ROUND_S, self._health[run])
-        ]  # what has just begun has more to do
+        return [Wake(now_s + deadlines.HEALTH_ROUND_S, self._health[run])]
 
     def _in_force(self, record: RunRecord) -> bool:
+        """Whether the guard's sender is the newest timeline: no restart is under way."""
         return record.guard is not None and record.guard.writer >= record.fence
 
     def _align(self, health: GroupHealth, record: RunRecord, now_s: float) -> tuple[ShardId, ...]:
@@ -193,7 +206,7 @@ class Repairer:
         return [*warned, *self._repair_next(ask.health, now_s)]
 
     def _repair_next(self, health: GroupHealth, now_s: float) -> list[Action]:
-        """Begin to repair the first shard that lacks something, if there is one and it may."""
+        """Begin to repair the first shard with a missing fragment, if a repair may begin."""
         record = self._records.look(health.run)
         if self._repair is not None or self._protector.busy or not self._in_force(record):
             return []
@@ -206,7 +219,7 @@ class Repairer:
     def _targets(
         self, health: GroupHealth, record: RunRecord, entry: Entry, now_s: float
     ) -> list[Target]:
-        """Who shall hold what of a shard again; empty if all is well, or not known yet."""
+        """Which node shall hold which missing fragment; empty if none is, or it is not known."""
         header, guard = entry.header, record.guard
         assert guard is not None
         shard = header.shard
@@ -253,7 +266,7 @@ class Repairer:
         return [Warn(f"{header.shard}: making fragments again: {where}"), *actions]
 
     def _no_room(self, header: Header, guard: Guard) -> str:
-        """Why parity cannot be made again without taking memory that saves need."""
+        """Why parity cannot be encoded without memory that saves need; empty if it can."""
         need_bytes = parity_region_bytes(header) + steady_bytes(
             header, local_ranks=guard.local_ranks, holders=guard.holders
         )
@@ -261,8 +274,8 @@ class Repairer:
         if short_bytes <= 0:
             return ""
         return (
-            f"parity can be made again only by the next save: beside the saves there is no room "
-            f"for it, by {short_bytes:,} bytes (memory_bytes)"
+            "parity is missing, but only the next save encodes it again: next to what saves need, "
+            f"its region exceeds the budget by {short_bytes:,} bytes (memory_bytes)"
         )
 
     def _budget_of(self, guard: Guard) -> int:
@@ -271,7 +284,7 @@ class Repairer:
     def _state_of(
         self, health: GroupHealth, header: Header, holders: int
     ) -> tuple[int | None, int]:
-        """Margin (None: not known) and missing fragments of a shard."""
+        """Margin (None: not known) and number of missing fragments of a shard."""
         if not holders:
             return 0, 0
         pieces = health.pieces(header.shard)
@@ -282,6 +295,6 @@ class Repairer:
 
 
 def _reserve_bytes(header: Header, guard: Guard) -> int:
-    """What the next save will take on a node like this one while the last one is still kept."""
+    """Memory that the next save takes on a node while the last generation is still kept."""
     fragments_bytes = guard.holders * header.at(0).file_bytes
     return guard.local_ranks * (parity_region_bytes(header) + fragments_bytes)

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.agent.core.actions import Remove, Storing, Write
+from ecckpt.agent.core.actions import Remove, Write
 from ecckpt.agent.core.archive import TAKEN_BACK
 from ecckpt.agent.core.run_record import Entry, RunNotes
+from ecckpt.agent.core.tasks import Storing
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.agent.runtime.shard_bytes import bad_blocks
 from ecckpt.agent.runtime.verify import windows

@@ -33,10 +33,8 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
-    Fetching,
     Finished,
     Gather,
-    Job,
     Large,
     MarkAssigned,
     Post,
@@ -51,7 +49,6 @@ from ecckpt.agent.core.actions import (
     Request,
     Seal,
     Small,
-    Taking,
     Wake,
     Warn,
     Write,
@@ -59,6 +56,7 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.hold import PULLS
 from ecckpt.agent.core.prefetch import PREFETCHES
+from ecckpt.agent.core.tasks import Fetching, Job, Taking
 from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, lower_priority
 from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
