@@ -1,7 +1,6 @@
 """The record of one run on one agent, and the rules of what may be dropped when.
 
-Decides only: no I/O, no locks, no clock. run_records.py changes records and turns the decisions
-into actions on files.
+Decides only: no I/O, no locks, no clock. run_records.py makes actions on files of the decisions.
 
 An entry (a home copy or fragment in memory) passes through these states:
 

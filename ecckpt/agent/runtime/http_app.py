@@ -1,4 +1,7 @@
-"""The agent's HTTP interface (docs/PROTOCOL.md) as a WSGI application."""
+"""The agent's HTTP interface (docs/PROTOCOL.md) as a WSGI application.
+
+It routes by the table of verbs (protocol/verbs.py) to the methods of ``AgentService``.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,9 @@ class Refused(Exception):
 class Application:
     """WSGI: routes a request to the agent and maps its errors to statuses.
 
-    Requests over the Unix socket come from this node (its folder is private to the user) and may
-    do everything; peers over TCP show the token, if there is one, and may not stage or shut down.
+    Requests over the Unix socket come from this node, since its folder is private to the user, and
+    may do everything. Peers over TCP need the token, if there is one, and may not use the verbs
+    that are marked local, nor shut the agent down.
     """
 
     def __init__(self, agent: AgentService, *, token: str, stop: Callable[[], None]) -> None:
@@ -196,7 +200,7 @@ def _shard(match: re.Match[str]) -> ShardId:
 
 
 def _span(text: str, size_bytes: int) -> tuple[int, int, int]:
-    """Start, stop and status for a Range header; one range only."""
+    """Start, stop and status for a Range header. Only one range is supported."""
     if not text:
         return 0, size_bytes, 200
     match = _RANGE.fullmatch(text)
