@@ -68,7 +68,10 @@ class Holder:
     def _prefetch(self, message: Prefetch, now_s: float) -> list[Action]:
         header = message.header
         if not 0 <= header.index < header.k:
-            raise InvalidMessage(f"fragment {header.index} is not there before it is encoded")
+            raise InvalidMessage(
+                f"fragment {header.index} cannot be prefetched: "
+                "only data fragments exist before encoding"
+            )
         admitted = self._records.admit(header.shard.run, message.writer, header)
         coming = header.index in self.coming(header.shard)
         begun = [] if coming else self.prefetcher.start(message, now_s)

@@ -263,7 +263,7 @@ class Repairer:
         )
         self._repair, actions = self._protector.repair(message, now_s)
         where = ", ".join(f"{target.index} to {target.node}" for target in targets)
-        return [Warn(f"{header.shard}: making fragments again: {where}"), *actions]
+        return [Warn(f"{header.shard}: repairing fragments: {where}"), *actions]
 
     def _no_room(self, header: Header, guard: Guard) -> str:
         """Why parity cannot be encoded without memory that saves need; empty if it can."""

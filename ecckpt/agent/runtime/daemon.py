@@ -87,7 +87,7 @@ def run_agent(
     path = root / SOCKET_NAME
     if len(os.fsencode(path)) > _SOCKET_PATH_LIMIT:
         raise InvalidConfig(
-            f"{path}: longer than a Unix socket's name may be", hint="use a shorter --root"
+            f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
         )
     limits.apply()
     private_folder(root)

@@ -205,13 +205,17 @@ class Driver:
         try:
             self._pools[type(action)].submit(self._work, action)
         except RuntimeError as error:  # no memory for one more thread; an existing one will do it
-            _log.warning("%s waits: %s", type(action).__name__.lower(), error)
+            _log.warning(
+                "%s waits for a free thread, none could be started: %s",
+                type(action).__name__.lower(),
+                error,
+            )
 
     def _work(self, action: Large) -> None:
         try:
             self._handle(self._perform(action))
         except Exception:
-            _log.exception("after %s", type(action).__name__)
+            _log.exception("the end of %s could not be handled", type(action).__name__.lower())
 
     def _decide(self, event: Event) -> list[Large | Answer]:
         with self.changed:
@@ -336,7 +340,7 @@ class _Alarm:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    _log.warning("no alarm yet: %s", error)
+                    _log.warning("alarms are late, their thread could not be started: %s", error)
                 else:
                     self._thread = thread
 
@@ -346,7 +350,7 @@ class _Alarm:
             try:
                 self._tell(event)
             except Exception:
-                _log.exception("after an alarm")
+                _log.exception("an alarm could not be handled")
 
     def _await(self) -> Due:
         with self._changed:

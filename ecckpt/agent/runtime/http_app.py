@@ -143,7 +143,7 @@ class Application:
         match = _RUN.fullmatch(path)
         verb = VERBS.get(match["verb"]) if match else None
         if match is None or verb is None or verb.is_read:
-            raise Refused(404, f"no {environ['REQUEST_METHOD']} {path}")
+            raise Refused(404, f"there is no {environ['REQUEST_METHOD']} {path}")
         if verb.local and not local:
             raise Refused(403, f"{verb.name} is for this node's own ranks, over the Unix socket")
         message: object = unpack_message(verb.request, _body(environ))

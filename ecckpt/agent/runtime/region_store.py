@@ -110,7 +110,7 @@ class RegionStore:
                 path.unlink()
                 return
             if header is None:
-                raise CorruptFragment(f"{path.name}: begins like no file of ours")
+                raise CorruptFragment(f"{path.name}: does not begin like an ecckpt file")
             if path.stat().st_size < header.file_bytes:  # before trusting its sizes
                 raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
             file.seek(header.trailer_offset)

@@ -146,7 +146,7 @@ class DiskTier:
         volume = self._volume
         header = parse_superblock(volume.read(path, 0, SUPERBLOCK_BYTES), path.name)
         if header is None:
-            raise CorruptFragment(f"{path.name}: begins like no file of ours")
+            raise CorruptFragment(f"{path.name}: does not begin like an ecckpt file")
         size_bytes = volume.size_bytes(path)
         if size_bytes != header.file_bytes:  # before trusting its sizes
             raise CorruptFragment(f"{path.name}: {size_bytes} bytes, {header.file_bytes} expected")
