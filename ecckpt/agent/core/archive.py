@@ -74,6 +74,7 @@ class Archiver:
             if shard.generation == generation
         )
         left = list(storing.waiting)
+        # The file that is being written may belong to the generation before.
         writing = self._writing.get(run)
         if writing is not None and writing.header.shard.generation == generation:
             left.append(writing)
@@ -100,6 +101,7 @@ class Archiver:
 
     def written(self, write: Write, file: DiskFile) -> list[Action]:
         """A file is on disk; it is removed again if the run was forgotten meanwhile."""
+        # Entered in any case: ``remove`` takes files out of the record.
         self._records.keep_file(file)
         run = file.header.shard.run
         forgotten = file.header.shard.generation.timeline < self._records.of(run).forgotten
@@ -142,7 +144,7 @@ class Archiver:
         storing = self._storing[run]
         while storing.waiting and run not in self._writing:
             entry = storing.waiting.popleft()
-            if entry.lent:
+            if entry.lent:  # else its memory was taken back for a save
                 self._writing[run] = entry
                 storing.copied_bytes = 0
                 return [Write(storing, entry)]

@@ -215,7 +215,7 @@ class Core:
         return [
             *self.ledgers.admit(run, header.shard.generation.timeline, header),
             *self.ledgers.discard(run, rank, message.discard),
-            *self.ledgers.clear(run, rank),
+            *self.ledgers.clear(run, rank),  # before the new slot: it may need their memory
             Allocate(
                 run=run,
                 size_bytes=header.file_bytes,
@@ -238,6 +238,7 @@ class Core:
     def _stage(self, message: Stage) -> list[Action]:
         header = message.header
         run, timeline = header.shard.run, header.shard.generation.timeline
+        # ``stage`` may raise, so the fence is raised only after it.
         self.ledgers.look(run).check_writer(timeline)
         staged = self.ledgers.stage(header, message.region)
         return [*staged, *self.ledgers.admit(run, timeline), Reply(Done())]

@@ -78,6 +78,7 @@ class Protector:
 
         A job of the same shard and a repair that is under way are cancelled first.
         """
+        # Both may raise, and nothing is changed until then.
         self._records.look(message.shard.run).check_writer(message.writer)
         home = self._records.find(message.shard, HOME)
         actions = self._records.admit(message.shard.run, message.writer)

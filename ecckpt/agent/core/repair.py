@@ -66,7 +66,7 @@ class GuardStatus:
 
 
 @dataclass(slots=True)
-class _Trial:
+class _Retry:
     """Repairs of one shard that left fragments missing, and when the next may begin."""
 
     tries: int = 0
@@ -82,7 +82,7 @@ class Repairer:
         self._budget_bytes = budget_bytes
         self._health: dict[str, GroupHealth] = {}
         self._repair: Job | None = None
-        self._trials: dict[ShardId, _Trial] = {}
+        self._retries: dict[ShardId, _Retry] = {}
         self._repaired: dict[str, int] = {}
         self._problems: dict[str, str] = {}
 
@@ -139,13 +139,13 @@ class Repairer:
         self._repaired[run] = self._repaired.get(run, 0) + len(job.held)
         self._problems[run] = "; ".join(job.problems[:4])
         if len(job.held) == len(job.message.targets):
-            self._trials.pop(shard, None)
+            self._retries.pop(shard, None)
         else:
-            trial = self._trials.setdefault(shard, _Trial())
-            trial.again_s = now_s + min(
-                deadlines.REPAIR_RETRY_LIMIT_S, deadlines.REPAIR_RETRY_S * 2**trial.tries
+            retry = self._retries.setdefault(shard, _Retry())
+            retry.again_s = now_s + min(
+                deadlines.REPAIR_RETRY_LIMIT_S, deadlines.REPAIR_RETRY_S * 2**retry.tries
             )
-            trial.tries += 1
+            retry.tries += 1
         return [
             action
             for health in self._health.values()
@@ -184,6 +184,7 @@ class Repairer:
         if run in self._health:
             return []
         self._health[run] = GroupHealth(run, self._records.node)
+        # The first round comes later: after a start or a commit there is more urgent work.
         return [Wake(now_s + deadlines.HEALTH_ROUND_S, self._health[run])]
 
     def _in_force(self, record: RunRecord) -> bool:
@@ -196,9 +197,9 @@ class Repairer:
         told = [each for each in (record.committed, record.restored) if each is not None]
         health.align(record.guard, pieces, max(told, default=None), now_s)
         shards = tuple(pieces)
-        gone = [shard for shard in self._trials if shard.run == health.run and shard not in shards]
+        gone = [shard for shard in self._retries if shard.run == health.run and shard not in shards]
         for shard in gone:
-            del self._trials[shard]
+            del self._retries[shard]
         return shards
 
     def _after_probe(self, ask: AskPeer, news: str, now_s: float) -> list[Action]:
@@ -223,10 +224,11 @@ class Repairer:
         header, guard = entry.header, record.guard
         assert guard is not None
         shard = header.shard
-        trial = self._trials.get(shard)
-        if trial is not None and now_s < trial.again_s:
+        retry = self._retries.get(shard)
+        if retry is not None and now_s < retry.again_s:
             return []
         indices = header.n if guard.holders else 0
+        # Answers from before the end of the last job do not show the fragments that it placed.
         if not health.known(shard, self._protector.ended_s(shard)):
             return []
         pieces = health.pieces(shard)
@@ -240,10 +242,12 @@ class Repairer:
             indices=indices,
             present=present,
             holders=[peer.node for peer in health.holders],
+            # A fragment on a node with a home copy would be lost together with that copy.
             nodes={node: peer.domain for node, peer in alive.items() if node not in pieces.homes},
         )
         if any(index >= header.k for index in plan) and (problem := self._no_room(header, guard)):
             self._problems[health.run] = problem
+            # Data fragments need no memory here: they are ranges of the home copy.
             plan = {index: node for index, node in plan.items() if index < header.k}
         return [Target(index, node, alive[node].address) for index, node in plan.items()]
 
@@ -257,6 +261,7 @@ class Repairer:
             writer=guard.writer,
             targets=tuple(targets),
             min_fragments=0,
+            # What a node like this one has left beside its next save; 0 would mean the default.
             memory_bytes=max(1, self._budget_of(guard) - _reserve_bytes(header, guard)),
             timeout_s=guard.timeout_s,
             discard=(),

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 SOCKET_NAME = "agent.sock"
 
 # A thread serves one request. Up to 32 fetches of local ranks (core/fetch.py) and 4 verifications
-# (service.py) occupy a thread for long.
+# (service.py) occupy a thread for long, and so does a ``watch`` of each local rank.
 _THREADS = 64
 _SOCKET_PATH_LIMIT = 107  # bytes of sun_path in Linux, without the final zero
 
@@ -91,7 +91,7 @@ def run_agent(
         )
     limits.apply()
     private_folder(root)
-    lock = _lock(root)
+    lock = _lock(root)  # before the old socket is unlinked: it may be another agent's
     own_disk, disk_lock, disk_problem = _open_disk(disk, node)
     peers, local = _bind_peers(root, host, port), _bind_unix(path)
     bound_host, bound_port = peers.getsockname()[:2]
@@ -116,11 +116,11 @@ def run_agent(
     settings = {
         "bind": [f"fd://{local.detach()}", f"fd://{peers.detach()}"],
         "worker_class": "gthread",
-        "workers": 1,
+        "workers": 1,  # one process owns the memory and its records
         "threads": _THREADS,
         "timeout": deadlines.WORKER_HANG_S,
         "graceful_timeout": deadlines.STOP_GRACE_S,
-        "keepalive": 0,
+        "keepalive": 0,  # an idle connection would keep a thread
         "loglevel": "warning",
         "proc_name": f"ecckpt-agent-{node}",
         "worker_tmp_dir": str(root),

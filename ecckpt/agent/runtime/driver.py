@@ -221,6 +221,7 @@ class Driver:
         with self.changed:
             actions = self.core.handle(event, time.monotonic())
             large = [action for action in actions if not isinstance(action, Small)]
+            # Still under the lock: the next decision must find the files as this one left them.
             for action in actions:
                 if isinstance(action, Small):
                     self._settle(action)

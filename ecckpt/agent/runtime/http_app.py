@@ -93,7 +93,7 @@ class Application:
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer one request."""
         try:
-            local = _is_local(environ)
+            local = _is_local(environ)  # file permissions are the credential of the Unix socket
             if not local:
                 self._authorize(environ)
             if environ["REQUEST_METHOD"] == "GET":
@@ -170,6 +170,7 @@ class Application:
                 shard, int(index), last=query == "last", early=query == "early"
             )
         start, stop, status = _span(environ.get("HTTP_RANGE", ""), size_bytes)
+        # The region may be recycled while it is sent: its reader verifies every block anyway.
         file = path.open("rb", buffering=0)
         file.seek(offset + start)
         extra = (

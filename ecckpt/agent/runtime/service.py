@@ -84,6 +84,8 @@ class AgentService:
             disk_problem=disk_problem,
             scrub_bytes_per_s=scrub_bytes_per_s if self._disk else 0.0,
         )
+        # In this order: memory and its notes first, since they hold the fence; then the disk, whose
+        # older notes never replace newer ones; then work that needs both.
         self.region_store.adopt(self.core.ledgers)
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem

@@ -65,7 +65,7 @@ class Accounts(Generic[R]):
             )
         freed = []
         while self._used_bytes[run] + size_bytes > budget_bytes:
-            region = spare.pop(0)
+            region = spare.pop(0)  # the one that has been spare for longest
             self.release(run, region.size_bytes)
             freed.append(region)
         self._used_bytes[run] += size_bytes

@@ -113,7 +113,7 @@ class DiskTier:
         draft = self.folder / f"{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
         try:
             self._write_draft(draft, header, payload, table)
-            replaced = self._volume.is_file(path)
+            replaced = self._volume.is_file(path)  # then its bytes are counted already
             self._volume.rename(draft, path)
         except BaseException as error:
             with contextlib.suppress(OSError):

@@ -115,7 +115,7 @@ class MemoryTier:
     def recycle(self, run: str, region: Region) -> None:
         """Make a region spare. The caller guarantees that no process reads or writes it."""
         assert not region.assigned, region
-        void(region)
+        void(region)  # before it is spare: it may be allocated again at once
         with self._lock:
             self._accounts.keep(run, region)
 
@@ -191,6 +191,7 @@ class MemoryTier:
         try:
             os.ftruncate(descriptor, size_bytes)
             region = Region(path, size_bytes, map_file(descriptor, size_bytes))
+            # Before all pages are allocated: huge pages are made out of an empty file.
             huge = begin_huge(descriptor, region.view)
             # Without this, the first touch of a page beyond the tmpfs limit would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, size_bytes)
