@@ -1,8 +1,9 @@
 """From inventories to a ``RecoveryPlan``: what survives, and which generation to restore. Pure.
 
 The plan is a value. It can be printed, asked what would be left without some nodes (leave their
-inventories out), and tested over every pattern of loss. It deletes nothing, and it takes absence
-for absence, not for proof of loss. Used by restores, by the tools of client/admin and by the CLI.
+inventories out), and tested over every pattern of loss. Files that no inventory lists may still
+exist on a node that did not answer, so nothing is deleted because of a plan. Used by restores, by
+the tools of client/admin and by the CLI.
 """
 
 from __future__ import annotations

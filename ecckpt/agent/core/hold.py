@@ -2,19 +2,18 @@
 
 A fragment being taken in (``Taking``):
 
-    Prefetch --> prefetch.py pulls it early, or does not; no promise
-        |
-    Hold --> waiting (queue) --> pulling: allocate a region, unless prefetching borrowed one
-                                    |
-                                    v
-                                 pull the rows that differ from the table, at most _TRIES times
-                                    |                              |
-                 every block matches|                              | no room, no bytes, bad blocks
-                                    v                              v
-                              admit again, seal             region given back
-                                    |                              |
-                                    +--> Held to the home <--------+
+    Hold --> waiting --> pulling: allocate a region, unless prefetch.py has borrowed one
+                            |
+                            v
+                         pull the rows that differ from the table, at most _TRIES times
+                            |                                    |
+                            | every block matches                | no room, no bytes, bad blocks
+                            v                                    v
+                         admit again, seal                    give the region back
+                            |                                    |
+                            +------> Held to the home <----------+
 
+A ``Prefetch`` may come before the ``Hold``: then prefetch.py may have pulled some bytes already.
 At most ``PULLS`` fragments are in the state pulling. A fragment that was claimed from the
 prefetcher while its early pull is under way waits in this state for that pull to end.
 """

@@ -2,13 +2,13 @@
 
 The states of a job:
 
-    start --> ENCODING: parity allocated --> encoded, home copy sealed --> SCATTERING: holders asked
-                 |                                                           |
-                 |  cancelled, no room, cannot be encoded                    |  all have answered,
-                 v                                                           v  or deadline, or
-              FAILED <-- fewer than min_fragments held ------------------- end   cancelled
-                                                                             |
-              PROTECTED <-- at least min_fragments held ---------------------+
+    start --> ENCODING --encoded, home copy sealed, holders asked--> SCATTERING
+                 |                                                       |
+                 | cancelled, no room, encoding failed                   | all holders answered,
+                 v                                                       | deadline, or cancelled
+              FAILED <---- cancelled, or fewer than min_fragments held --+
+                                                                         |
+              PROTECTED <-------------- at least min_fragments held -----+
 
 Every end releases the pin of the home copy and recycles the parity. A job that is cancelled while
 its parity is being encoded does so only when the encoding has ended: a thread still writes to the

@@ -207,8 +207,7 @@ class RunRecords:
     def await_disk(self) -> None:
         """Note that the disk is still being read.
 
-        It is named in ``rejected``, so that no planner of a restore takes absence for loss
-        meanwhile.
+        It is named in ``rejected``, so that no restore treats files that are not read yet as lost.
         """
         self.rejected[_READING] = "still being read"
 

@@ -125,7 +125,7 @@ class Driver:
         """Enter what an earlier process left on disk; wait for it at most ``patience_s``.
 
         A longer scan goes on in the background. Until it ends, the disk is named in ``rejected``,
-        so that no planner of a restore takes absence for loss.
+        so that no restore treats files that are not read yet as lost.
         """
         if self._disk is None:
             return
