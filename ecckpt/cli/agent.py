@@ -59,7 +59,7 @@ def _agent(arguments: argparse.Namespace) -> int:
 
         local_client(arguments.root).shutdown()
         return 0
-    from ecckpt.agent.runtime.cpu_limits import Manners
+    from ecckpt.agent.runtime.cpu_limits import ProcessLimits
     from ecckpt.agent.runtime.daemon import AlreadyRunning, run_agent
 
     prefer(arguments.engine)
@@ -72,7 +72,7 @@ def _agent(arguments: argparse.Namespace) -> int:
             token=read_token(arguments.token_file),
             disk=arguments.disk,
             scrub_bytes_per_s=arguments.scrub_mb_s * 1e6,
-            manners=Manners(arguments.cpus, arguments.nice, arguments.pull_mb_s * 1e6),
+            limits=ProcessLimits(arguments.cpus, arguments.nice, arguments.pull_mb_s * 1e6),
         )
     except AlreadyRunning as error:
         # Several ranks of a node start an agent at the same time. The first one gets the lock and

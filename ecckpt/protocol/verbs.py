@@ -1,4 +1,4 @@
-"""Every verb that an agent answers under ``/v1/runs/{run}/``: the one table.
+"""Every verb that an agent answers under ``/v1/runs/{run}/``, in one table.
 
 Clients call by it (agent_client.py), the agent routes by it (agent/runtime/http_app.py), and tests
 compare docs/PROTOCOL.md and docs/openapi.yaml with it. Pure.
@@ -52,11 +52,11 @@ _Errors = tuple[type[EcckptError], ...]
 _NO_MEMORY: _Errors = (MemoryBudgetTooSmall, TmpfsFull, NotMapped)
 _FETCH: _Errors = (Fenced, RequestRefused, *_NO_MEMORY, TooFewFragments)
 
-# Bytes per second at which fresh tmpfs pages are made, a fifth of the slowest rate measured.
+# Bytes per second at which an agent creates tmpfs pages: a fifth of the slowest rate measured.
 _FAULT_IN_BYTES_PER_S = 200e6
 
 
-def _no_longer(message: Any) -> float:
+def _nothing_extra(message: Any) -> float:
     del message
     return 0.0
 
@@ -70,7 +70,7 @@ class Verb(Generic[M, A]):
         request: class of the body; ``str`` for a GET, whose only argument is the run.
         answer: class of the answer.
         local: answered over the Unix socket only, to ranks of the agent's own node.
-        extra_s: how many seconds beyond a client's usual patience the answer may take.
+        extra_s: seconds that the answer may take beyond the client's timeout.
         errors: what the agent refuses it with, beside what every request may be refused with: a
             body that is no such message, a run that is no name, and HTTP's own reasons.
     """
@@ -79,12 +79,12 @@ class Verb(Generic[M, A]):
     request: type[M]
     answer: type[A]
     local: bool = False
-    extra_s: Callable[[M], float] = _no_longer
+    extra_s: Callable[[M], float] = _nothing_extra
     errors: _Errors = ()
 
     @property
     def is_read(self) -> bool:
-        """Whether it is a GET, which changes nothing."""
+        """Whether the request is a GET, which changes nothing."""
         return self.request is str
 
 

@@ -344,7 +344,7 @@ def _maps_no_more(http, monkeypatch):
     def refuse(*args, **options):
         raise errors.NotMapped("a region", need_bytes=2, limit_bytes=1)
 
-    monkeypatch.setattr(http.agent.shelf.tier, "allocate", refuse)
+    monkeypatch.setattr(http.agent.region_store.tier, "allocate", refuse)
 
 
 def _fetches_nothing(http, monkeypatch):

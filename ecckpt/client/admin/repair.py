@@ -168,7 +168,13 @@ def _placement(chosen: GenerationReport, infos: Mapping[str, NodeInfo]) -> Place
     try:
         return plan_placement(nodes, code)
     except TooFewNodes:
-        return Placement(code, (nodes,), dict.fromkeys(infos, ()), 0, 0)
+        return Placement(
+            code=code,
+            groups=(nodes,),
+            holders=dict.fromkeys(infos, ()),
+            nodes_survived=0,
+            domains_survived=0,
+        )
 
 
 def _ways(

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 import ecckpt
 from ecckpt import errors
-from ecckpt.agent.runtime import service as node
+from ecckpt.agent import deadlines
+from ecckpt.agent.runtime.service import AgentService
 from ecckpt.client.cluster import join as joining
 from ecckpt.client.cluster import local_agent as agents
 from ecckpt.client.cluster import rendezvous
@@ -250,8 +251,8 @@ def test_a_new_agent_is_waited_for_only_so_long(
 def test_nobody_watches_for_longer_than_the_agent_lets_him(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "_WAIT_LIMIT_S", 0.2)
-    agent = node.AgentService(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
+    monkeypatch.setattr(deadlines, "WATCH_LIMIT_S", 0.2)
+    agent = AgentService(tmp_path, node="n0", domain="n0", address="127.0.0.1:1", token="")
     shard = ShardId("test", generation(), 0)
     assert agent.watch(Watch(shard, "unknown", 1e6)).state == "unknown"
 
