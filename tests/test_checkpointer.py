@@ -246,7 +246,7 @@ def test_what_ranks_had_for_themselves_fits_no_other_world_size(cluster6: LocalC
         assert all(handle.wait(30) for handle in world.save(1, states))
     with (
         World(cluster6, ranks=4, agents=cluster6.addresses(), code=(3, 2)) as world,
-        pytest.raises(StateMismatch, match=r"rank 5 of the 6 that saved; 4 ranks restore") as caught,
+        pytest.raises(StateMismatch, match=r"rank 5 of the 6 that saved; 4 ranks") as caught,
     ):
         world.restore(states_for(4, seed=0))
     assert "progress.rank: differs between rank 0" in str(caught.value)
