@@ -104,7 +104,7 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
             print(f"no answer: {error}", file=sys.stderr)
     left = [each for each in inventories if each.node not in arguments.without]
     if arguments.without_memory:
-        left = [replace(each, headers=Headers.of(())) for each in left]
+        left = [replace(each, headers=Headers.from_headers(())) for each in left]
     plan = plan_recovery(arguments.run, left)
     chosen = plan.chosen
     if arguments.json:
