@@ -71,9 +71,11 @@ def survivors(placement: Placement, homes: list[str], session: str) -> dict[str,
     for group in placement.groups[::100]:
         for node in group[:3]:
             held[node.id] = []
-    none = Headers.of(())
+    none = Headers.from_headers(())
     return {
-        node: pack_message(Inventory(node, Headers.of(held[node]), none, (), committed, 1, (), {}))
+        node: pack_message(
+            Inventory(node, Headers.from_headers(held[node]), none, (), committed, 1, (), {})
+        )
         for node in placement.holders
     }
 

@@ -354,7 +354,7 @@ def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
         return plan_recovery(
-            run, [replace(each, disk=Headers.of(())) for each in inventories], **fields
+            run, [replace(each, disk=Headers.from_headers(())) for each in inventories], **fields
         )
 
     monkeypatch.setattr(coordinator, "plan_recovery", plan)
