@@ -1,23 +1,21 @@
 """Rank 0 and the disks: what is stored, what is given up, and that nobody waits for it."""
 
 import logging
-import threading
-import time
 from dataclasses import dataclass, field
 
-import pytest
 from builders import generation
+from performers import Performer, drive
 
-from ecckpt.client.save import archive_protocol as archiving
-from ecckpt.client.save import archive_thread as storing
-from ecckpt.client.save.archive_protocol import Disks
-from ecckpt.client.save.archive_thread import Storer
+from ecckpt.client import deadlines
+from ecckpt.client.effects import CallAgent, Until
+from ecckpt.client.save.archive_protocol import Archivist, Disks
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.format.fragment_file import HOME
 from ecckpt.policy.retention import Keep
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import OnDisk
 from ecckpt.protocol.messages.disk import Piece, Store, Stored
+from ecckpt.protocol.verbs import RETAIN, STORE
 
 GEN = generation()
 
@@ -53,48 +51,49 @@ def whole(ranks=2, indices=(0, 1, 2)):
     return {f"n{at}": Agent(tuple((rank, at) for rank in range(ranks))) for at in indices}
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(storing, "replace", lambda peer, **_: peer)
-    monkeypatch.setattr(archiving, "_ROUND_LEAST_S", 0.001)
-    monkeypatch.setattr(archiving, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(archiving, "_GRACE_LEAST_S", 0.05)
+class Client(Performer):
+    """Rank 0, whose agents are ``peers``."""
+
+    def __init__(self, peers, disks, *, stored=(), seen=None, roll_backs=(), timeline=3):
+        super().__init__()
+        self.peers, self.archivist = peers, Archivist("test", tuple(peers), disks)
+        self.answers[STORE] = lambda effect: peers[effect.node].store(effect.message)
+        self.answers[RETAIN] = lambda effect: peers[effect.node].retain(effect.message)
+        there = OnDisk(stored, stored if seen is None else seen)
+        self.archivist.begin_timeline(timeline, there, roll_backs)
+        self.began_s = self.now_s
+        self.running_archive = self.begin(self.archivist.run())
+
+    def commit(self, gen):
+        self.archivist.note_commit(gen)
+
+    def settle(self):
+        """Until everything that is due has been done."""
+
+        def is_idle():
+            effect = self.running_archive.effect
+            return isinstance(effect, Until) and not effect.condition() and effect.timeout_s > 1e9
+
+        drive([self], is_idle)
+
+    def close(self, timeout_s=10.0):
+        self.archivist.deadline_s = self.now_s + timeout_s
+        drive([self], lambda: self.running_archive.ended)
+        assert self.archivist.is_done
+        self.running_archive.result()
+
+    def warnings(self):
+        return [each.text for each in self.events if each.level >= logging.WARNING]
 
 
-def run(peers, *gens, every=1, keep=None, stored=(), seen=None, roll_backs=(), least=3, ranks=2):
-    """Commit these generations, waiting for each; returns the storer, closed."""
-    storer = Watched("test", peers, Disks(every, keep or Keep(), 7, ranks, least))
-    storer.begin(3, OnDisk(stored, stored if seen is None else seen), roll_backs)
+def run(peers, *gens, every=1, keep=None, least=3, ranks=2, **options):
+    """Commit these generations, waiting for each; returns the client, closed."""
+    client = Client(peers, Disks(every, keep or Keep(), 7, ranks, least), **options)
     for gen in gens:
-        storer.committed(gen)
-        _idle(storer)
-    storer.close(10)
-    return storer
-
-
-class Watched(Storer):
-    """Knows whether its thread waits for something to do."""
-
-    free = False
-
-    def _next(self):
-        with self._changed:
-            self.free = True
-            generation = super()._next()
-            self.free = generation is None
-            return generation
-
-    def is_idle(self):
-        with self._changed:
-            return self._thread is None or (self.free and self._archivist.due is None)
-
-
-def _idle(storer):
-    """Wait until it has done what it was given."""
-    deadline_s = time.monotonic() + 10
-    while not storer.is_idle():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+        client.commit(gen)
+        client.settle()
+    client.close()
+    return client
 
 
 def told(peers):
@@ -111,13 +110,13 @@ def test_when_every_shard_is_on_enough_disks_all_are_told():
     assert {each.asked[0] for each in peers.values()} == {Store("test", GEN, 7, ())}
 
 
-def test_a_shard_that_lacks_one_fragment_is_not_stored_and_is_discarded_later(caplog):
+def test_a_shard_that_lacks_one_fragment_is_not_stored_and_is_discarded_later():
     peers = whole()
     peers["n1"].pieces = ((0, 1),)
     peers["n1"].problems = ("no room for rank 1",)
-    run(peers, GEN, generation(1, 11))
+    client = run(peers, GEN, generation(1, 11))
     assert told(peers) == []
-    assert "rank 1 is not on enough disks: n1: no room for rank 1" in caplog.text
+    assert "rank 1 is not on enough disks: n1: no room for rank 1" in " ".join(client.warnings())
     assert peers["n0"].asked[-1].discard == (GEN,)
 
 
@@ -127,56 +126,55 @@ def test_home_copies_count_where_there_are_no_holders():
     assert told(peers) == [(GEN,)]
 
 
-def test_a_disk_that_is_stuck_is_not_waited_for_when_the_others_suffice(caplog):
+def test_a_disk_that_is_stuck_is_not_waited_for_when_the_others_suffice():
     peers = whole(indices=(0, 1, 2, 3))
     peers["n3"].stuck = True
-    run(peers, GEN)
+    client = run(peers, GEN)
     assert told(peers) == [(GEN,)]
-    assert "stored with less than all: n3: not finished" in caplog.text
+    assert "stored with less than all: n3: not finished" in " ".join(client.warnings())
 
 
-def test_a_disk_that_is_stuck_and_needed_is_given_up(caplog):
+def test_a_disk_that_is_stuck_and_needed_is_given_up():
     peers = whole()
     peers["n2"].stuck = True
-    run(peers, GEN)
+    client = run(peers, GEN)
     assert told(peers) == []
-    assert "n2: not finished" in caplog.text
+    assert "n2: not finished" in " ".join(client.warnings())
 
 
-def test_an_agent_that_does_not_answer_is_not_asked_for_ever(caplog):
+def test_an_agent_that_does_not_answer_is_not_asked_for_ever():
     peers = whole(indices=(0, 1, 2, 3))
     peers["n3"].refuse = AgentUnreachable("n3:1", "silent")
-    run(peers, GEN)
+    client = run(peers, GEN)
     assert len(peers["n3"].asked) == 3
     assert told(peers) == [(GEN,)]
-    assert "n3: agent n3:1: silent" in caplog.text
+    assert "n3: agent n3:1: silent" in " ".join(client.warnings())
 
 
-def test_a_replaced_run_stops(caplog):
+def test_a_replaced_run_stops():
     peers = whole()
     peers["n0"].refuse = Fenced(timeline=1, current=2)
-    run(peers, GEN)
+    client = run(peers, GEN)
     assert told(peers) == []
-    assert "fenced off" in caplog.text
+    assert "fenced off" in " ".join(client.warnings())
 
 
-def test_without_any_disk_nobody_is_asked_twice(caplog):
-    caplog.set_level(logging.INFO)
+def test_without_any_disk_nobody_is_asked_twice():
     peers = whole()
     for peer in peers.values():
         peer.disk, peer.pieces = False, ()
-    run(peers, GEN, generation(1, 11))
+    client = run(peers, GEN, generation(1, 11))
     assert [len(peer.asked) for peer in peers.values()] == [1, 1, 1]
-    assert caplog.text.count("no agent has a disk") == 1
+    assert " ".join(client.log()).count("no agent has a disk") == 1
 
 
-def test_without_any_disk_an_agent_that_is_silent_is_no_news(caplog):
+def test_without_any_disk_an_agent_that_is_silent_is_no_news():
     peers = whole()
     for peer in peers.values():
         peer.disk, peer.pieces = False, ()
     peers["n1"].refuse = AgentUnreachable("n1:1", "silent")
-    run(peers, GEN, generation(1, 11))
-    assert caplog.text == ""
+    client = run(peers, GEN, generation(1, 11))
+    assert client.warnings() == []
     assert len(peers["n0"].asked) == 2
 
 
@@ -210,36 +208,84 @@ def test_what_cannot_be_had_now_neither_takes_a_place_nor_is_dropped():
     ]
 
 
-def test_saves_are_passed_over_while_the_disks_are_busy_and_the_newest_is_next(caplog):
-    peers = whole()
-    going, first = threading.Event(), threading.Event()
-    real = Agent.store
-
-    def hold_up(message):
-        first.set()
-        assert going.wait(10)
-        return real(peers["n0"], message)
-
-    peers["n0"].store = hold_up
-    storer = Storer("test", peers, Disks(1, Keep(), 7, 2, 3))
-    storer.begin(1, OnDisk(), ())
+def test_saves_are_passed_over_while_the_disks_are_busy_and_the_newest_is_next():
+    client = Client(whole(), Disks(1, Keep(), 7, 2, 3), timeline=1)
+    busy = [True]
+    client.gates[STORE] = lambda effect: not busy
     gens = [generation(1, step) for step in (1, 2, 3, 4)]
-    storer.committed(gens[0])
-    assert first.wait(10)
+    client.commit(gens[0])
+    drive([client], lambda: client.running_archive.effect.__class__ is CallAgent)
     for gen in gens[1:]:
-        storer.committed(gen)  # returns at once
-    going.set()
-    storer.close(10)
-    assert told(peers) == [(gens[0],), (gens[3],)]
-    assert "2 generations were not stored" in caplog.text
+        client.commit(gen)
+    busy.clear()
+    client.close()
+    assert told(client.peers) == [(gens[0],), (gens[3],)]
+    assert "2 generations were not stored" in client.log()[0]
 
 
 def test_closing_waits_no_longer_than_it_is_told():
+    client = Client(whole(), Disks(1, Keep(), 7, 2, 3), timeline=1)
+    client.peers["n1"].stuck = True
+    client.commit(GEN)
+    began_s = client.now_s
+    client.close(0.01)
+    assert told(client.peers) == []
+    assert client.now_s - began_s < 3 * deadlines.ROUND_CLOSING_S
+
+
+def test_agents_are_asked_more_often_once_the_client_closes():
+    def rounds(*, closing):
+        client = Client(whole(), Disks(1, Keep(), 7, 2, 3))
+        client.peers["n1"].stuck = True
+        client.commit(GEN)
+        drive([client], lambda: client.now_s > client.began_s + 20)
+        if closing:
+            client.archivist.deadline_s = client.now_s + 100
+        before = len(client.peers["n1"].asked)
+        drive([client], lambda: client.now_s > client.began_s + 30)
+        return len(client.peers["n1"].asked) - before
+
+    assert rounds(closing=False) <= 11
+    assert rounds(closing=True) > 100
+
+
+def test_a_disk_that_is_needed_is_given_up_when_nothing_new_came_for_so_long():
     peers = whole()
-    peers["n1"].stuck = True
-    storer = Storer("test", peers, Disks(1, Keep(), 7, 2, 3))
-    storer.begin(1, OnDisk(), ())
-    storer.committed(GEN)
-    storer.close(0.01)
-    assert told(peers) == []
-    assert not storer._thread.is_alive()
+    peers["n2"].stuck = True
+    client = Client(peers, Disks(1, Keep(), 7, 2, 3))
+    client.commit(GEN)
+    client.settle()
+    took_s = client.now_s - client.began_s
+    assert deadlines.DISK_PATIENCE_S < took_s < deadlines.DISK_PATIENCE_S + 3
+    client.close()
+
+
+def test_a_bug_in_storing_one_generation_costs_no_other():
+    peers = whole()
+    peers["n0"].refuse = KeyError("a bug")
+    client = Client(peers, Disks(1, Keep(), 7, 2, 3))
+    client.commit(GEN)
+    client.settle()
+    peers["n0"].refuse = None
+    client.commit(generation(1, 11))
+    client.settle()
+    client.close()
+    assert told(peers) == [(generation(1, 11),)]
+    assert "is not stored: 'a bug'" in client.log()[0]
+
+
+def test_an_agent_that_cannot_be_told_what_is_stored_is_named():
+    peers = whole()
+    client = Client(peers, Disks(1, Keep(), 7, 2, 3))
+    gone = AgentUnreachable("n1:1", "silent")
+    client.answers[RETAIN] = lambda effect: gone if effect.node == "n1" else None
+    client.commit(GEN)
+    client.settle()
+    client.close()
+    assert client.log() == ["could not tell n1 what is stored: agent n1:1: silent"]
+
+
+def test_one_that_never_began_is_done():
+    archivist = Archivist("test", ("n0",), Disks(1, Keep(), 7, 2, 3))
+    assert archivist.is_done
+    assert not archivist.is_begun
