@@ -16,7 +16,7 @@ from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.encoding import MESSAGE_LIMIT_BYTES, PROTOCOL_VERSION, REQUEST_LIMIT_BYTES
 from ecckpt.protocol.verbs import VERBS
-from tests.support.message_classes import message_classes
+from tests.support.builders import message_classes
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "PROTOCOL.md").read_text()
