@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ecckpt.testing import agent_forkserver as nursery
+from ecckpt.testing import agent_forkserver
 from ecckpt.testing.local_cluster import LocalCluster
 
 settings.register_profile(
@@ -69,7 +69,7 @@ def nothing_left_behind() -> Iterator[None]:
     name, value = _MARK.split("=")
     os.environ[name] = value
     yield
-    nursery.close()
+    agent_forkserver.close()
     _await(lambda: not _processes() and not _own_files() - files)
     threads = [each.name for each in threading.enumerate() if each.name.startswith("ecckpt")]
     assert not _processes(), "processes left running"

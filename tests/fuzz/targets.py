@@ -184,7 +184,13 @@ def _sample(kind: Any) -> Any:
 
 
 def _notes() -> list[bytes]:
-    full = RunNotes(3, generation(), generation(), (RollBack(2, generation()),), (generation(),))
+    full = RunNotes(
+        fence=3,
+        committed=generation(),
+        restored=generation(),
+        roll_backs=(RollBack(2, generation()),),
+        stored=(generation(),),
+    )
     return [pack_notes(each)[4:] for each in (RunNotes(), full)]
 
 

@@ -8,8 +8,9 @@ from itertools import repeat
 
 import numpy as np
 
-from ecckpt.agent.core.actions import Announce, AskPeer, Fetching, Gathered, Post, Taking
+from ecckpt.agent.core.actions import Announce, AskPeer, Gathered, Post
 from ecckpt.agent.core.gather_plan import Gathering
+from ecckpt.agent.core.tasks import Fetching, Taking
 from ecckpt.agent.runtime.rate_limit import pace_of
 from ecckpt.agent.runtime.shard_bytes import (
     bad_blocks,

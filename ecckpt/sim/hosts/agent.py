@@ -18,7 +18,6 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
-    Fetching,
     Finished,
     Gather,
     Gathered,
@@ -38,6 +37,7 @@ from ecckpt.agent.core.actions import (
     Write,
 )
 from ecckpt.agent.core.core import Core
+from ecckpt.agent.core.tasks import Fetching
 from ecckpt.agent.runtime.shard_bytes import (
     data_views,
     encode_home,

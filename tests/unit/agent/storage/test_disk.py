@@ -217,7 +217,7 @@ def test_a_write_that_takes_little_at_a_time_writes_all(tier, monkeypatch):
 @pytest.mark.parametrize(
     ("offset", "error", "words"),
     [
-        (0, CorruptFragment, "begins like no file of ours"),
+        (0, CorruptFragment, "does not begin like an ecckpt file"),
         (8, VersionMismatch, f"format version {FORMAT_VERSION ^ 0xFF}"),
         (100, CorruptFragment, "superblock fails its CRC32C"),
         (SUPERBLOCK_BYTES - 1, CorruptFragment, "superblock fails its CRC32C"),

@@ -415,7 +415,7 @@ def on_huge_pages(region):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("ecckpt.agent.storage.hugepages._CALM_S", 0.0)
+    monkeypatch.setattr("ecckpt.agent.deadlines.HUGE_PAGES_DELAY_S", 0.0)
 
 
 def test_new_regions_are_on_huge_pages(tier):
