@@ -43,8 +43,7 @@ from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget
 from ecckpt.protocol.messages.save import Commit, Hold, Prefetch, Protect, Reserve, Stage, Watch
 from ecckpt.protocol.verbs import VERBS
 from ecckpt.state.snapshot.replicas import form_of
-from tests.support.builders import SESSION, generation, header, table_of
-from tests.support.message_classes import message_classes
+from tests.support.builders import SESSION, generation, header, message_classes, table_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "PROTOCOL.md").read_text()

@@ -41,8 +41,7 @@ from ecckpt.state.file.metadata import parse_notes
 from ecckpt.state.file.shard import read_shard
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.tree.decoding import decode
-from tests.support.builders import SESSION, generation, header, table_of
-from tests.support.message_classes import message_classes
+from tests.support.builders import SESSION, generation, header, message_classes, table_of
 
 CORPUS = Path(__file__).parent / "corpus"
 MESSAGES: list[type] = sorted(

@@ -28,8 +28,7 @@ from ecckpt.protocol.encoding import (
 from ecckpt.protocol.messages.node import Done, NodeInfo, Refusal
 from ecckpt.protocol.messages.restore import Fence, Fetched
 from ecckpt.protocol.messages.save import Commit, Held, Hold, Progress, Protect, Reserve
-from tests.support.builders import generations, header, headers
-from tests.support.message_classes import message_classes
+from tests.support.builders import generations, header, headers, message_classes
 
 SCALARS = {
     bool: st.booleans(),

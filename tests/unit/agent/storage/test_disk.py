@@ -15,7 +15,7 @@ from ecckpt.errors import CorruptFragment, DiskBudgetTooSmall, DiskFull, Version
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 from tests.support.builders import generation, header, table_of
 from tests.support.media import small_ext4
-from tests.support.tier_suite import BUDGET, TierSuite, content_of, payload_of
+from tests.unit.agent.storage.tier_suite import BUDGET, TierSuite, content_of, payload_of
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
 from ecckpt.memory.private_folder import private_folder
 from tests.support.media import small_tmpfs
-from tests.support.tier_suite import TierSuite, content_of
+from tests.unit.agent.storage.tier_suite import TierSuite, content_of
 
 PAGE = 4096
 MIB = 1 << 20
