@@ -35,7 +35,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def private_bytes(pids: Iterable[int]) -> int:
-    """Resident memory that these processes share with nobody's file."""
+    """Resident memory of these processes that is shared with no file."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
