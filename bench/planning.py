@@ -78,7 +78,16 @@ def survivors(placement: Placement, homes: list[str], session: str) -> dict[str,
     none = Headers.from_headers(())
     return {
         node: pack_message(
-            Inventory(node, Headers.from_headers(held[node]), none, (), committed, 1, (), {})
+            Inventory(
+                node=node,
+                headers=Headers.from_headers(held[node]),
+                disk=none,
+                stored=(),
+                committed=committed,
+                fence=1,
+                roll_backs=(),
+                rejected={},
+            )
         )
         for node in placement.holders
     }

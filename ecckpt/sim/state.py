@@ -186,7 +186,9 @@ class SimulatedState:
             homes = sources.homes if index < header.k else ()
             if nodes := peers.order((*homes, *sources.fragments.get(index, ()))):
                 places.append(Sources(index, tuple(nodes)))
-        message = Fetch(header, 0, tuple(places), 0, 0.0)
+        message = Fetch(
+            header=header, writer=0, sources=tuple(places), memory_bytes=0, timeout_s=0.0
+        )
         puller = Puller(self._host.node, session.world, session.network, session.hosts)
         table = yield from puller.table(message)
         views = [memoryview(bytearray(header.fragment_bytes)) for _ in range(header.n)]

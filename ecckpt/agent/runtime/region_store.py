@@ -117,6 +117,8 @@ class RegionStore:
             table = parse_table(file.read(header.trailer_bytes), header, path.name)
         run = header.shard.run
         records.of(run)  # raises for an invalid name, before any memory is counted for it
-        for action in records.adopt(Entry(header, self.tier.adopt(run, path), table)):
+        for action in records.adopt(
+            Entry(header=header, region=self.tier.adopt(run, path), table=table)
+        ):
             assert isinstance(action, Recycle | Discard)
             self.let_go(action)

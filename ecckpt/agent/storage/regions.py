@@ -36,7 +36,7 @@ _USE_BITS = 62
 _ASSIGNED_MODE = stat.S_IRUSR | stat.S_IWUSR | stat.S_ISVTX
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class Region:
     """One file of the tier, mapped as long as the object lives.
 
@@ -190,7 +190,7 @@ class MemoryTier:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size_bytes)
-            region = Region(path, size_bytes, map_file(descriptor, size_bytes))
+            region = Region(path=path, size_bytes=size_bytes, view=map_file(descriptor, size_bytes))
             # Before all pages are allocated: huge pages are made out of an empty file.
             huge = begin_huge(descriptor, region.view)
             # Without this, the first touch of a page beyond the tmpfs limit would be a SIGBUS.
@@ -223,7 +223,7 @@ def void(region: Region) -> None:
 
 def _map(path: Path, size_bytes: int) -> Region:
     with path.open("r+b") as file:
-        return Region(path, size_bytes, map_file(file.fileno(), size_bytes))
+        return Region(path=path, size_bytes=size_bytes, view=map_file(file.fileno(), size_bytes))
 
 
 def _fault_in(region: Region) -> None:

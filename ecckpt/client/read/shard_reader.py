@@ -34,7 +34,7 @@ _KEPT_BYTES = 64 << 20
 _MOST = 0.5
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Peers:
     """The agents that are read from, shared by all readers of one restore.
 

@@ -44,7 +44,9 @@ class Memory:
             raise TmpfsFull(self.node, need_bytes=size_bytes, free_bytes=0)
         self._made += 1
         name = f"{self._made}"
-        region = Region(Path(name), size_bytes, memoryview(bytearray(size_bytes)))
+        region = Region(
+            path=Path(name), size_bytes=size_bytes, view=memoryview(bytearray(size_bytes))
+        )
         self.files[name] = region
         self.used_bytes[run] = self.used_bytes.get(run, 0) + size_bytes
         return region
@@ -56,7 +58,7 @@ class Memory:
         action.taking.region = self._accounts.take(header.shard.run, size_bytes)
 
     def let_go(self, action: Recycle | Discard) -> None:
-        """Keep a region for the next taker, or forget it; a process that mapped it keeps its bytes."""
+        """Keep a region for the next taker, or forget it; mappings of it stay valid."""
         if isinstance(action, Recycle):
             void(action.region)
             self._accounts.keep(action.run, action.region)
@@ -97,7 +99,9 @@ class Memory:
             return None
         start, size_bytes = header.trailer_offset, header.trailer_bytes
         return Entry(
-            header, region, parse_table(region.view[start : start + size_bytes], header, name)
+            header=header,
+            region=region,
+            table=parse_table(region.view[start : start + size_bytes], header, name),
         )
 
     def _remove(self, run: str, region: Region) -> None:

@@ -122,7 +122,17 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 
 def test_results_reach_the_routine(performer, nodes, tmp_path):
-    run, slot = performer.run, Slot(str(tmp_path / "slot"), "r", 1, 1, 1, header())
+    run, slot = (
+        performer.run,
+        Slot(
+            path=str(tmp_path / "slot"),
+            region="r",
+            use=1,
+            file_bytes=1,
+            payload_offset=1,
+            header=header(),
+        ),
+    )
     assert run(one(CallAgent(COMMIT, 5, effects.OWN, 3.0))) == ("own", COMMIT, 5, 3.0)
     assert run(one(CallAgent(COMMIT, 5, "n1", 2.0))) == ("n1", COMMIT, 5, 2.0)
     assert run(one(PingAgent(0.1))) is None

@@ -52,7 +52,14 @@ class Client(Performer):
         if self.errors:
             raise self.errors.pop(0)
         wish, count = effect.message, len(self.asked())
-        return Slot("path", f"region{count}", 1, wish.header.file_bytes, 4096, wish.header)
+        return Slot(
+            path="path",
+            region=f"region{count}",
+            use=1,
+            file_bytes=wish.header.file_bytes,
+            payload_offset=4096,
+            header=wish.header,
+        )
 
     def asked(self) -> list[int]:
         """The steps for which a slot was asked for."""
@@ -76,7 +83,11 @@ class Client(Performer):
 
 def wish(size_bytes=1000, *, timeline=1, step=5):
     return Reserve(
-        header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes), 0, 1, 0, ()
+        header=header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes),
+        memory_bytes=0,
+        local_ranks=1,
+        holders=0,
+        discard=(),
     )
 
 
