@@ -1,7 +1,7 @@
-"""Every exception of ecckpt: one base class, one level of leaves.
+"""Every exception of ecckpt: one base class, one level of subclasses.
 
 A message says what happened, where, and with which numbers; ``hint`` says what to do about it and
-is part of ``str(error)``. Leaves also derive from the built-in class that callers would expect
+is part of ``str(error)``. Subclasses also derive from the built-in class that callers would expect
 (``ValueError`` for bad arguments, ``TimeoutError`` for deadlines, ``OSError`` for resources).
 """
 
@@ -21,7 +21,8 @@ class EcckptError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes of one program: a leaf is not made again from what its __init__ takes.
+        # Pickled between processes of one program. Subclasses take other arguments than a message,
+        # so the default, which calls the class with ``args``, would fail.
         return _rebuilt, (type(self), str(self), vars(self))
 
 
@@ -33,14 +34,14 @@ def _rebuilt(kind: type[_Kind], message: str, attributes: Mapping[str, Any]) -> 
 
 
 def facts(error: EcckptError) -> dict[str, int]:
-    """The whole numbers an error carries, by attribute name."""
+    """The whole numbers that an error carries, by attribute name."""
     return {name: value for name, value in vars(error).items() if type(value) is int}
 
 
 def revive(name: str, message: str, numbers: Mapping[str, int]) -> EcckptError | None:
-    """The error of that class name as it was raised in another process; None if there is none.
+    """An error of another process, from its class name; None if this module has no such class.
 
-    Only classes of this module, and only their text and whole numbers, come back.
+    Only the text and whole numbers are taken over.
     """
     kind = globals().get(name)
     if not (isinstance(kind, type) and issubclass(kind, EcckptError)):
@@ -58,7 +59,7 @@ def revive(name: str, message: str, numbers: Mapping[str, int]) -> EcckptError |
 
 
 class InvalidCode(EcckptError, ValueError):
-    """A code (k, m) or its spelling that cannot be used."""
+    """A code (k, m), or a spelling of one, that cannot be used."""
 
 
 class InvalidBuffer(EcckptError, ValueError):
@@ -81,7 +82,7 @@ class TooFewNodes(EcckptError, ValueError):
 
 
 class DuplicateNode(EcckptError, ValueError):
-    """Two agents claim the same node id."""
+    """Two agents have the same node id."""
 
     def __init__(self, node: str, addresses: Sequence[str]) -> None:
         super().__init__(
@@ -92,18 +93,18 @@ class DuplicateNode(EcckptError, ValueError):
 
 
 class WrongOrder(EcckptError, RuntimeError):
-    """A call that needs another call first."""
+    """A call that another call must precede."""
 
 
 # -- bytes ----------------------------------------------------------------------------------------
 
 
 class CorruptFragment(EcckptError):
-    """A fragment, home copy or control message whose bytes cannot be what was written."""
+    """A fragment, home copy or state file whose bytes are not those that were written."""
 
 
 class VersionMismatch(EcckptError):
-    """Bytes or an agent of another format version."""
+    """Bytes, or an agent, of another format version."""
 
     def __init__(self, where: str, *, found: int, known: int) -> None:
         super().__init__(
@@ -114,7 +115,7 @@ class VersionMismatch(EcckptError):
 
 
 class TooFewFragments(EcckptError):
-    """Fewer good fragments than a shard needs."""
+    """Fewer good fragments than the shard needs."""
 
     def __init__(self, shard: str, *, have: int, need: int, reasons: Sequence[str] = ()) -> None:
         detail = f"; {'; '.join(reasons)}" if reasons else ""
@@ -138,7 +139,7 @@ class AgentUnreachable(EcckptError, ConnectionError):
 
 
 class TooSlow(EcckptError):
-    """A peer that lagged far behind others, where one of those could be asked instead."""
+    """A pull that was given up because another source is faster, or that is no longer wanted."""
 
     def __init__(self, address: str, *, done_bytes: int, size_bytes: int) -> None:
         super().__init__(f"agent {address}: left behind after {done_bytes} of {size_bytes} bytes")
@@ -146,7 +147,7 @@ class TooSlow(EcckptError):
 
 
 class RequestRefused(EcckptError):
-    """An agent understood a request and said no."""
+    """An agent understood a request and refused it."""
 
     def __init__(self, address: str, status: int, message: str) -> None:
         super().__init__(f"agent {address} refused ({status}): {message}")
@@ -154,11 +155,11 @@ class RequestRefused(EcckptError):
 
 
 class AgentMismatch(EcckptError):
-    """The agent found is not one this run can use."""
+    """The agent that was found is not one that this run can use."""
 
 
 class Fenced(EcckptError):
-    """A writer of an older timeline, after a newer one has started."""
+    """A writer of an older timeline, after a newer timeline has begun."""
 
     def __init__(self, *, timeline: int, current: int) -> None:
         super().__init__(
@@ -169,7 +170,7 @@ class Fenced(EcckptError):
 
 
 class NotHeld(EcckptError, LookupError):
-    """The agent has nothing of what was asked for."""
+    """The agent does not have the file that was asked for."""
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class MemoryBudgetTooSmall(EcckptError):
 
 
 class TmpfsFull(EcckptError, OSError):
-    """The tmpfs under an agent has no room for a reservation."""
+    """The tmpfs under an agent has no room for a region."""
 
     def __init__(self, path: str, *, need_bytes: int, free_bytes: int) -> None:
         super().__init__(
@@ -199,7 +200,7 @@ class TmpfsFull(EcckptError, OSError):
 
 
 class NotMapped(EcckptError, OSError):
-    """Memory that the system does not let a process have, for files or for itself.
+    """The system does not let a process map memory, of a file or of its own.
 
     ``limit_bytes`` is the process's limit of address space (RLIMIT_AS), -1 if it has none.
     """
@@ -207,7 +208,7 @@ class NotMapped(EcckptError, OSError):
     def __init__(self, what: str, *, need_bytes: int, limit_bytes: int) -> None:
         limit = "no limit" if limit_bytes < 0 else f"a limit of {limit_bytes:,} bytes"
         super().__init__(
-            f"{what}: the system maps no {need_bytes:,} bytes more; this process has {limit}",
+            f"{what}: the system does not map {need_bytes:,} more bytes; this process has {limit}",
             hint="see ulimit -v, vm.max_map_count and vm.overcommit_memory",
         )
         self.need_bytes, self.limit_bytes = need_bytes, limit_bytes
@@ -243,7 +244,7 @@ class DiskFull(EcckptError, OSError):
 
 
 class UnsupportedState(EcckptError, TypeError):
-    """Something in the state cannot be stored; found at the first save."""
+    """A part of the state cannot be stored; found at the first save."""
 
     def __init__(self, path: str, kind: str, *, hint: str) -> None:
         super().__init__(f"{path}: cannot store {kind}", hint=hint)
@@ -251,7 +252,7 @@ class UnsupportedState(EcckptError, TypeError):
 
 
 class StateMismatch(EcckptError, ValueError):
-    """A saved state does not fit the state it is restored into; nothing was changed."""
+    """A saved state does not fit the state that it is restored into; nothing was changed."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         shown = "; ".join(problems[:20])
@@ -261,7 +262,7 @@ class StateMismatch(EcckptError, ValueError):
 
 
 class InvalidFolder(EcckptError, ValueError):
-    """A folder of weights that is incomplete, was changed or contradicts itself."""
+    """A folder of weights that is incomplete, was changed, or contradicts itself."""
 
 
 # -- save and restore -----------------------------------------------------------------------------
@@ -272,10 +273,10 @@ class SaveFailed(EcckptError):
 
 
 class SaveSkipped(SaveFailed):
-    """A save that was not begun because the one before it, or its slot, kept it waiting too long.
+    """A save that was not begun: the save before it, or its slot, was not ready in time.
 
-    ``unfinished`` is the step of the save before, since ``age_s`` seconds under way; None if it
-    was the slot that was not ready.
+    ``unfinished`` is the step of the save before, under way for ``age_s`` seconds; None if the slot
+    was not ready.
     """
 
     def __init__(self, step: int, waits_for: str, *, unfinished: int | None, age_s: float) -> None:
@@ -293,7 +294,7 @@ class SaveTimedOut(EcckptError, TimeoutError):
 
 
 class NothingToRestore(EcckptError, LookupError):
-    """No generation of the run can be rebuilt from what survives."""
+    """No generation of the run can be rebuilt from the surviving files."""
 
     def __init__(self, run: str, rejected: Mapping[str, str], *, hint: str = "") -> None:
         detail = "; ".join(f"{name}: {why}" for name, why in rejected.items())
@@ -304,11 +305,11 @@ class NothingToRestore(EcckptError, LookupError):
 
 
 class NoRoomToRestore(EcckptError, OSError):
-    """A generation is there, and a node has no room to bring a shard of it home."""
+    """A generation can be restored, but a node has no room for its shard."""
 
 
 class RankTimeout(EcckptError, TimeoutError):
-    """Ranks that did not answer in time while all of them had to agree."""
+    """Ranks that did not answer in time when all of them had to agree."""
 
     def __init__(self, what: str, ranks: Sequence[int], *, timeout_s: float) -> None:
         shown = ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from ecckpt.testing import agent_forkserver as nursery
+from ecckpt.testing import agent_forkserver
 from ecckpt.testing.local_cluster import LocalCluster
 
 settings.register_profile(
@@ -19,8 +19,13 @@ settings.register_profile(
 )
 settings.load_profile("same-every-time")
 
-# Inherited by every process that a test starts, so that others' agents are not taken for ours.
+# Inherited by every process that a test starts, so that agents of another worker, or of another run
+# of tests, are not taken for ours.
 _MARK = f"ECCKPT_TESTS_OF={os.getpid()}"
+# A killed process takes a moment to leave /proc. Another run of tests beside this one has, for a
+# moment, folders of processes that it has killed.
+_PATIENCE_S = 10
+_FILES_BEFORE = pytest.StashKey[set[str]]()
 
 
 def _processes() -> dict[int, str]:
@@ -38,33 +43,55 @@ def _processes() -> dict[int, str]:
     return found
 
 
-def _files() -> set[str]:
-    """Folders in /dev/shm of this process, or of one that has ended."""
-    names = {path.name for path in Path("/dev/shm").glob("ecckpt-*-*")}
-    owners = {name: name.split("-")[2] for name in names}
-    return {
-        name
-        for name, owner in owners.items()
-        if owner == str(os.getpid()) or not Path(f"/proc/{owner}").exists()
-    }
+def _files() -> dict[str, str]:
+    """Folders in /dev/shm, and the process in whose name each was made."""
+    return {path.name: path.name.split("-")[2] for path in Path("/dev/shm").glob("ecckpt-*-*")}
+
+
+def _own_files() -> set[str]:
+    return {name for name, owner in _files().items() if owner == str(os.getpid())}
+
+
+def _ownerless_files() -> set[str]:
+    return {name for name, owner in _files().items() if not Path(f"/proc/{owner}").exists()}
+
+
+def _await(done: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not done() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    files = _files()
+    """Each process that runs tests answers for the processes, threads and files of its own."""
+    files = _own_files()
     name, value = _MARK.split("=")
     os.environ[name] = value
     yield
-    nursery.close()
-    # A killed process takes a moment to leave /proc. Another run of tests, beside this one, has
-    # folders of processes that it has killed, for a moment.
-    deadline_s = time.monotonic() + 10
-    while (_processes() or _files() - files) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    agent_forkserver.close()
+    _await(lambda: not _processes() and not _own_files() - files)
     threads = [each.name for each in threading.enumerate() if each.name.startswith("ecckpt")]
     assert not _processes(), "processes left running"
-    assert not _files() - files, "files left in /dev/shm"
+    assert not _own_files() - files, "files left in /dev/shm"
     assert not threads, "threads left running"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_FILES_BEFORE] = _ownerless_files()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the last worker: files of processes that have ended have no owner left to ask."""
+    if hasattr(session.config, "workerinput"):
+        return
+    before = session.config.stash[_FILES_BEFORE]
+    _await(lambda: not _ownerless_files() - before)
+    if found := _ownerless_files() - before:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
+        reporter.write_line(f"ERROR: files left in /dev/shm: {sorted(found)}", red=True)
 
 
 @pytest.fixture

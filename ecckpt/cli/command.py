@@ -1,4 +1,7 @@
-"""Which command, and its exit status: 0 fine, 1 degraded or not equal, 2 error."""
+"""The entry point of ``ecckpt``: parses the command line and runs the subcommand.
+
+Exit status: 0 success, 1 degraded (see each command), 2 error, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ecckpt.cli import admin as checks
-from ecckpt.cli import agent
-from ecckpt.cli import demo_simulate as trials
-from ecckpt.cli import export_import as exchange
-from ecckpt.cli import status as looks
+from ecckpt.cli import admin, agent, demo_simulate, export_import, status
 from ecckpt.errors import EcckptError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run a command (default: that of ``sys.argv``) and return its exit status."""
     try:
         parsed = _parser().parse_args(arguments)
-        status: int = parsed.act(parsed)
+        exit_status: int = parsed.act(parsed)
     except (EcckptError, OSError) as error:
         print(f"ecckpt: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return status
+    return exit_status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,6 +31,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="ecckpt", description="Erasure-coded checkpoints in the memory of the nodes that train"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (agent, looks, checks, exchange, trials):
-        group.add(commands)
+    for group in (agent, status, admin, export_import, demo_simulate):  # the order in --help
+        group.add_commands(commands)
     return parser

@@ -1,4 +1,4 @@
-"""Trying it out: ``demo``, ``simulate``."""
+"""``ecckpt demo`` and ``ecckpt simulate``: runs that show and test how losses are survived."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ import time
 from ecckpt.cli.argument_types import nodes_of, seeds_of
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands."""
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommands to the parser."""
     demo = commands.add_parser("demo", help="train over several nodes, lose some, continue exactly")
-    demo.add_argument("--nodes", type=int, default=6, help="nodes, with one rank each")
+    demo.add_argument("--nodes", type=int, default=6, help="number of nodes, with one rank each")
     demo.add_argument("--code", default="3+2", metavar="K+M")
-    demo.add_argument("--lose", type=int, default=3, help="nodes to lose at once")
-    demo.add_argument("--steps", type=int, default=12, help="training steps")
-    demo.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    demo.add_argument("--lose", type=int, default=3, help="number of nodes to lose at once")
+    demo.add_argument("--steps", type=int, default=12, help="number of training steps")
+    demo.add_argument("--json", action="store_true", help="print a JSON object as the last line")
     demo.set_defaults(act=_demo)
     simulate = commands.add_parser(
-        "simulate", help="run the real rules in simulated clusters, with faults drawn from seeds"
+        "simulate", help="run the agents' decisions in simulated clusters, with seeded faults"
     )
-    simulate.add_argument("--seed", type=int, default=0, help="the first one")
-    simulate.add_argument("--seeds", type=seeds_of, default=1, metavar="N", help="how many (1)")
-    simulate.add_argument("--nodes", type=nodes_of, default=64, metavar="N", help="3 to 2048 (64)")
+    simulate.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
+    simulate.add_argument(
+        "--seeds", type=seeds_of, default=1, metavar="N", help="number of seeds (default: 1)"
+    )
+    simulate.add_argument(
+        "--nodes",
+        type=nodes_of,
+        default=64,
+        metavar="N",
+        help="number of nodes, 3 to 2048 (default: 64)",
+    )
     simulate.add_argument("--json", action="store_true")
     simulate.set_defaults(act=_simulate)
 

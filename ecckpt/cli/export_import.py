@@ -1,4 +1,4 @@
-"""To and from other formats: ``export``, ``import``."""
+"""``ecckpt export`` and ``ecckpt import``: folders of safetensors or DCP (docs/EXPORT.md)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ecckpt.integrations.safetensors.importer import Imported
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands."""
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommands to the parser."""
     node = NodeConfig.from_environment()
-    export = commands.add_parser("export", help="write a checkpoint's tensors as files for others")
+    export = commands.add_parser("export", help="write a checkpoint as a folder for other programs")
     export.add_argument("run")
-    export.add_argument("agents", nargs="+", metavar="HOST:PORT", help="all that may hold some")
+    export.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents of all its nodes")
     export.add_argument(
         "--to",
         nargs=2,
@@ -33,37 +33,56 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="safetensors: for Hugging Face's tools; dcp: for torch.distributed.checkpoint; "
         "DIR must be new or empty",
     )
-    export.add_argument("--step", type=int, help="this step instead of the newest")
-    export.add_argument("--prefix", help="of the names, cut off (safetensors: model., dcp: none)")
-    export.add_argument("--rank", type=int, help="whose tensors, where ranks have different ones")
+    export.add_argument("--step", type=int, help="export this step (default: the newest)")
     export.add_argument(
-        "--max-shard-bytes", type=size_of, default="5GB", metavar="SIZE", help="of a file (5GB)"
+        "--prefix",
+        help="export names with this prefix, without it (default: model. for safetensors, none "
+        "for dcp)",
+    )
+    export.add_argument(
+        "--rank", type=int, help="use this rank's copy of tensors that differ between ranks"
+    )
+    export.add_argument(
+        "--max-shard-bytes",
+        type=size_of,
+        default="5GB",
+        metavar="SIZE",
+        help="size of a safetensors file (default: 5GB)",
     )
     export.add_argument("--token-file", type=Path, default=node.token_file)
     export.add_argument("--json", action="store_true")
     export.set_defaults(act=_export)
-    take = commands.add_parser("import", help="save a folder of weights or of DCP as a new run")
-    take.add_argument("run")
-    take.add_argument("folder", type=Path, metavar="DIR")
-    take.add_argument("--root", type=Path, default=node.root, help="of this node's agent")
-    take.add_argument("--agents", nargs="*", default=[], metavar="HOST:PORT", help="more holders")
-    take.add_argument("--step", type=int, default=0)
-    take.add_argument(
+    importing = commands.add_parser("import", help="save a folder of safetensors or DCP as a run")
+    importing.add_argument("run")
+    importing.add_argument("folder", type=Path, metavar="DIR")
+    importing.add_argument(
+        "--root", type=Path, default=node.root, help="folder of this node's agent"
+    )
+    importing.add_argument(
+        "--agents",
+        nargs="*",
+        default=[],
+        metavar="HOST:PORT",
+        help="further agents, which hold fragments",
+    )
+    importing.add_argument("--step", type=int, default=0, help="training step of the checkpoint")
+    importing.add_argument(
         "--tie",
         type=tie_of,
         nargs="*",
         default=[],
         metavar="NAME=STORED",
-        help="further names of tensors that are there (lm_head.weight=model.embed_tokens.weight)",
+        help="names of tied tensors that the folder does not have, each with a name that it has "
+        "(lm_head.weight=model.embed_tokens.weight)",
     )
-    take.add_argument("--json", action="store_true")
-    take.set_defaults(act=_import)
+    importing.add_argument("--json", action="store_true")
+    importing.set_defaults(act=_import)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     kind, folder = arguments.to
     if kind not in ("safetensors", "dcp"):
-        raise InvalidConfig(f"--to {kind}: no such format", hint="safetensors or dcp")
+        raise InvalidConfig(f"--to {kind}: unknown format", hint="use safetensors or dcp")
     from ecckpt.client.read.open import open as open_run
 
     token = read_token(arguments.token_file)
@@ -118,7 +137,7 @@ def _import_from(arguments: argparse.Namespace) -> Imported:
 
         return import_safetensors(run, folder, root=root, agents=agents, step=step, ties=ties)
     if ties:
-        raise InvalidConfig("--tie: DCP's folders have every name")
+        raise InvalidConfig("--tie is not for DCP's folders, which have all names")
     from ecckpt.integrations.dcp.importer import import_dcp
 
     return import_dcp(run, folder, root=root, agents=agents, step=step)

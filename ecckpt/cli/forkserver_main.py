@@ -1,7 +1,13 @@
-"""``python -m ecckpt.cli.nursery``: forks agents, for as long as somebody asks (``nursery.py``).
+"""``python -m ecckpt.cli.forkserver_main``: the server process that forks agents for tests.
 
-Requests and answers are lines of JSON. A request is to ``poll`` an agent, by process id: its exit
-status, or null if it runs; or to start one: its process id.
+``testing/agent_forkserver.py`` starts it and sends requests over its standard input. Requests and
+answers are JSON, one per line:
+
+    {"poll": PID}                                       -> exit status, or null while it runs
+    {"arguments", "environment", "folder", "log": ...}  -> process id of the new agent
+
+It ends when its standard input is closed. It stays single-threaded, because a fork of a process
+with threads may inherit locked locks.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import os
 import sys
 from typing import Any
 
-# What an agent imports, now and later.
+# Everything that an agent imports at its start or later, so that forked agents have it already.
 import gunicorn.arbiter
 import gunicorn.workers.gthread  # noqa: F401
 
@@ -20,13 +26,16 @@ from ecckpt.cli.command import main
 
 
 def serve() -> int:
-    """Answer until there are no more requests. Returns in every agent too, with its exit status."""
+    """Answer requests until the input ends; return the exit status of this process.
+
+    After a fork it also returns in the child, with the exit status of the agent.
+    """
     for line in sys.stdin:
         request = json.loads(line)
         if "poll" in request:
             _answer(_status(request["poll"]))
         elif os.fork() == 0:
-            return _be(request)
+            return _run_agent(request)
     return 0
 
 
@@ -39,8 +48,10 @@ def _status(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _be(request: dict[str, Any]) -> int:
-    """Be the agent. It answers for itself, once it leads the group that it can be killed by."""
+def _run_agent(request: dict[str, Any]) -> int:
+    """Turn this forked child into an agent and run it; return its exit status."""
+    # The child answers, and only after setsid: callers kill the agent by its process group, which
+    # must exist when they know the process id.
     os.setsid()
     _answer(os.getpid())
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""What there is, and where time went: ``status``, ``plan-restore``, ``trace``."""
+"""``ecckpt status``, ``plan-restore`` and ``trace``: read-only views of agents and their runs."""
 
 from __future__ import annotations
 
@@ -14,28 +14,34 @@ from ecckpt.errors import AgentUnreachable
 from ecckpt.protocol.verbs import INVENTORY, TRACE
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands."""
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommands to the parser."""
     node = NodeConfig.from_environment()
-    status = commands.add_parser("status", help="what this node's agent holds")
-    status.add_argument("--root", type=Path, default=node.root)
+    status = commands.add_parser("status", help="show what this node's agent holds")
+    status.add_argument("--root", type=Path, default=node.root, help="folder of the agent")
     status.add_argument("--json", action="store_true")
     status.set_defaults(act=_status)
-    plan = commands.add_parser("plan-restore", help="what a restore would find, and take")
+    plan = commands.add_parser(
+        "plan-restore", help="show a run's generations and which one a restore would take"
+    )
     plan.add_argument("run")
-    plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
-    plan.add_argument("--without", nargs="*", default=[], metavar="NODE", help="as if these died")
+    plan.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents of all its nodes")
     plan.add_argument(
-        "--without-memory", action="store_true", help="as after a loss of power: disks only"
+        "--without", nargs="*", default=[], metavar="NODE", help="plan as if these nodes were lost"
+    )
+    plan.add_argument(
+        "--without-memory",
+        action="store_true",
+        help="plan as after a loss of power: with the files on disk only",
     )
     plan.add_argument("--token-file", type=Path, default=node.token_file)
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(act=_plan_restore)
     trace = commands.add_parser(
-        "trace", help="where the last saves and restores spent their time, for Perfetto"
+        "trace", help="write the phases of the last saves and restores as a Perfetto trace"
     )
     trace.add_argument("run")
-    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents to ask")
+    trace.add_argument("agents", nargs="+", metavar="HOST:PORT", help="agents of all its nodes")
     trace.add_argument("--out", type=Path, help="file to write (default: standard output)")
     trace.add_argument("--token-file", type=Path, default=node.token_file)
     trace.set_defaults(act=_trace)
@@ -67,12 +73,12 @@ def _status(arguments: argparse.Namespace) -> int:
 def _print_guard(guard: dict[str, Any] | None) -> None:
     if guard is None:
         return
-    margin = "how many is not known yet" if guard["margin"] is None else f"any {guard['margin']}"
-    print(f"    shards of this node's ranks survive more node losses: {margin}")
+    margin = "not known yet" if guard["margin"] is None else guard["margin"]
+    print(f"    shards of this node's ranks survive further node losses: {margin}")
     if guard["missing"]:
-        lost = f", lost: {', '.join(guard['lost'])}" if guard["lost"] else ""
-        doing = f", repairing {guard['repairing']}" if guard["repairing"] else ""
-        print(f"    fragments missing: {guard['missing']}{lost}{doing}")
+        lost = f", lost nodes: {', '.join(guard['lost'])}" if guard["lost"] else ""
+        repairing = f", being repaired: {guard['repairing']}" if guard["repairing"] else ""
+        print(f"    missing fragments: {guard['missing']}{lost}{repairing}")
     if guard["problem"]:
         print(f"    last repair: {guard['problem']}")
 
@@ -82,7 +88,7 @@ def _print_disk(facts: dict[str, Any]) -> None:
         newest = facts["stored"][-1] if facts["stored"] else "nothing"
         print(
             f"    on disk: stored everywhere {newest}, here {facts['disk_files']} files, "
-            f"{facts['disk_bytes']:,} bytes, {facts['disk_waiting_bytes']:,} to be written"
+            f"{facts['disk_bytes']:,} bytes, {facts['disk_waiting_bytes']:,} bytes to write"
         )
     for problem in facts["disk_problems"]:
         print(f"    not on disk: {problem}")
@@ -98,13 +104,13 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
     for address in arguments.agents:
         try:
             inventories.append(AgentClient(address, token).call(INVENTORY, arguments.run))
-        except AgentUnreachable as error:  # what people look at a plan for
+        except AgentUnreachable as error:  # a lost node: the plan is made with the others
             if len(arguments.agents) == 1:
                 raise
             print(f"no answer: {error}", file=sys.stderr)
-    left = [each for each in inventories if each.node not in arguments.without]
+    left = [inventory for inventory in inventories if inventory.node not in arguments.without]
     if arguments.without_memory:
-        left = [replace(each, headers=Headers.of(())) for each in left]
+        left = [replace(inventory, headers=Headers.from_headers(())) for inventory in left]
     plan = plan_recovery(arguments.run, left)
     chosen = plan.chosen
     if arguments.json:
@@ -126,7 +132,7 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
             detail = report.why() or f"survives {report.margin} more node losses"
             print(f"{mark} {report.generation}  {report.state:11}  {detail}")
         if not plan.generations:
-            print(f"nothing of run {arguments.run!r} on {len(left)} nodes")
+            print(f"no generation of run {arguments.run!r} on {len(left)} nodes")
     return 0 if chosen and chosen.state == "complete" else 1 if chosen else 2
 
 
@@ -149,5 +155,5 @@ def _trace(arguments: argparse.Namespace) -> int:
     else:
         arguments.out.write_text(text)
         spans = sum(len(trace.ranks) + len(trace.agent) for trace in traces)
-        print(f"{spans} spans of {len(traces)} nodes: {arguments.out}")
+        print(f"{spans} spans of {len(traces)} nodes written to {arguments.out}")
     return 0 if len(traces) == len(arguments.agents) else 1

@@ -104,15 +104,15 @@ class Checkpointer:
     ) -> None:
         _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
-            run,
-            code,
-            min_margin,
-            every_steps,
-            save_timeout_s,
-            restore_timeout_s,
-            disk_every,
-            Keep(keep, keep_every_steps),
-            named(replicated),
+            run=run,
+            code=code,
+            min_margin=min_margin,
+            every_steps=every_steps,
+            save_timeout_s=save_timeout_s,
+            restore_timeout_s=restore_timeout_s,
+            disk_every=disk_every,
+            keep=Keep(keep, keep_every_steps),
+            replicated=named(replicated),
         )
         node = NodeConfig.from_environment(root)
         prefer(node.engine)
@@ -233,7 +233,7 @@ class Checkpointer:
         What ``restore`` does, but for the reading: None if there never was a generation. All ranks
         call it. Raises ``NothingToRestore``, ``RankTimeout``.
         """
-        with self._performer.calls_in_parallel():
+        with collector_paused(), self._performer.calls_in_parallel():
             order = self._performer.run(self._session.find(Wanted(step)))
         if order.header is None:
             return None

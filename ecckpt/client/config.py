@@ -1,6 +1,7 @@
-"""Configuration: what must agree everywhere, and what may differ per node.
+"""Configuration: ``ClusterConfig`` is equal on all ranks of a run, ``NodeConfig`` differs by node.
 
-The only place that reads the environment. Below it everything is a keyword argument.
+``checkpointer.py``, ``cluster/``, the command line and ``ecckpt.testing`` use it. Only this module
+reads the environment; everything else gets its settings as arguments.
 """
 
 from __future__ import annotations
@@ -21,16 +22,25 @@ from ecckpt.policy.placement import CodeSpec
 from ecckpt.policy.retention import Keep
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The same on every rank of a run; checked when the ranks meet.
+    """Settings that must be equal on all ranks of a run; the ranks compare them when they join.
 
-    ``min_margin``: a save counts as protected with k + min_margin fragments at their holders.
-    ``save_timeout_s``: after that long without being committed, a save has failed.
-    ``restore_timeout_s``: bounds every step of a restore in which ranks wait for each other.
-    ``disk_every``: every nth committed save goes to the agents' disks, where they have some; 0:
-    none does. ``keep``: which generations stay there.
-    ``replicated``: patterns of plain tensors that are the same on all ranks.
+    Attributes:
+        run: name of the run.
+        code: k and m, or how to choose them.
+        min_margin: a shard counts as protected when k + min_margin fragments are with their
+            holders.
+        every_steps: ``due(step)`` is true for every nth step.
+        save_timeout_s: a save that is not committed after so many seconds has failed.
+        restore_timeout_s: limit of each step of a restore in which ranks wait for each other.
+        disk_every: every nth committed save is stored on the disks of agents that have one; 0:
+            none is.
+        keep: which generations stay on the disks.
+        replicated: patterns of plain tensors that are equal on all ranks.
+
+    Raises:
+        InvalidConfig: a value is out of range.
     """
 
     run: str
@@ -53,23 +63,31 @@ class ClusterConfig:
             raise InvalidConfig(f"disk_every={self.disk_every} is negative")
         for name in ("save_timeout_s", "restore_timeout_s"):
             if not 0 < getattr(self, name) < 1e6:
-                raise InvalidConfig(f"{name}={getattr(self, name)} is no usable time")
+                raise InvalidConfig(f"{name}={getattr(self, name)} is not between 0 and 1e6 s")
 
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly if they were configured alike."""
+        """Return a text that is equal on two ranks if and only if their settings are."""
         return repr(self)
 
 
 def named(patterns: Sequence[str]) -> tuple[str, ...]:
-    """As a tuple; ``InvalidConfig`` for a text, whose letters would be the patterns."""
+    """Return patterns as a tuple.
+
+    Raises ``InvalidConfig`` for a single text, whose letters would become the patterns.
+    """
     if isinstance(patterns, str):
         raise InvalidConfig(f"{patterns!r} is a text", hint="give a list of texts")
     return tuple(patterns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """One node: its agent's folder and how to start it where none runs."""
+    """Settings of one node: the folder of its agent, and how to start an agent.
+
+    ``from_environment`` describes the fields. ``disk`` and ``token_file`` are None if there is
+    none, ``cpus`` is empty for all CPUs, and ``pull_mb_s`` is in 10^6 bytes per second (0: no
+    limit).
+    """
 
     root: Path
     node: str
@@ -84,14 +102,20 @@ class NodeConfig:
 
     @classmethod
     def from_environment(cls, root: str | Path | None = None) -> Self:
-        """Settings of this node.
+        """Read the settings of this node from the environment; ``root`` overrides the variable.
 
-        ``ECCKPT_ROOT`` (default: /dev/shm/ecckpt-UID), ``ECCKPT_NODE`` (default: the host's name),
-        ``ECCKPT_DOMAIN`` (default: the node itself), ``ECCKPT_LISTEN`` (default: 127.0.0.1:0),
-        ``ECCKPT_TOKEN_FILE``, ``ECCKPT_ENGINE`` (of the codec; default: auto, the best one),
-        ``ECCKPT_DISK`` (a folder on disk; default: none), and so that training has room:
-        ``ECCKPT_CPUS`` (such as 0-3,8; default: all), ``ECCKPT_NICE`` (0 to 19; default: 0) and
-        ``ECCKPT_PULL_MB_S`` (default: no limit). An argument beats the environment.
+        - ``ECCKPT_ROOT``: the agent's folder in a tmpfs (default: /dev/shm/ecckpt-UID)
+        - ``ECCKPT_NODE``: the node's name, unique in the cluster (default: the host's name)
+        - ``ECCKPT_DOMAIN``: the failure domain (default: the node's name)
+        - ``ECCKPT_LISTEN``: host:port for peers (default: 127.0.0.1:0, any free port)
+        - ``ECCKPT_TOKEN_FILE``: file with the shared credential (default: none)
+        - ``ECCKPT_ENGINE``: of the codec (default: auto, the fastest one)
+        - ``ECCKPT_DISK``: folder on a disk (default: none)
+        - ``ECCKPT_CPUS``: CPUs that the agent runs on, such as 0-3,8 (default: all)
+        - ``ECCKPT_NICE``: priority of the agent, 0 to 19 (default: 0)
+        - ``ECCKPT_PULL_MB_S``: limit of pulls, in 10^6 bytes per second (default: 0, no limit)
+
+        Raises ``InvalidConfig`` for values that cannot be used.
         """
         read = os.environ.get
         hostname = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "localhost"
@@ -111,8 +135,17 @@ class NodeConfig:
         )
 
     def token(self) -> str:
-        """The shared credential, or an empty string; ``InvalidConfig`` if the file is unusable."""
+        """Return the shared credential, or an empty string without a token file.
+
+        Raises ``InvalidConfig`` if the file cannot be used.
+        """
         return read_token(self.token_file)
+
+
+def token_from_environment() -> str:
+    """The credential in the file that ``ECCKPT_TOKEN_FILE`` names; empty if it names none."""
+    path = os.environ.get("ECCKPT_TOKEN_FILE")
+    return read_token(Path(path) if path else None)
 
 
 def _number(name: str, *, most: float) -> float:
@@ -122,12 +155,15 @@ def _number(name: str, *, most: float) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number <= most:
-        raise InvalidConfig(f"{name}={text!r} is no number from 0 to {most:g}")
+        raise InvalidConfig(f"{name}={text!r} is not a number from 0 to {most:g}")
     return number
 
 
 def read_token(path: Path | None) -> str:
-    """The credential in a file: at least 16 printable characters, readable by its owner only."""
+    """Read a credential: at least 16 printable ASCII characters, readable by the owner only.
+
+    Without a path it is the empty string. Raises ``InvalidConfig`` if the file cannot be used.
+    """
     if path is None:
         return ""
     try:
@@ -135,7 +171,9 @@ def read_token(path: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"token file {path}: {error}") from error
     if mode & 0o077:
-        raise InvalidConfig(f"token file {path} can be read by others", hint=f"chmod 600 {path}")
+        raise InvalidConfig(
+            f"token file {path} is readable by other users", hint=f"chmod 600 {path}"
+        )
     if len(token) < 16 or not token.isascii() or not token.isprintable():
         raise InvalidConfig(
             f"token file {path}: {len(token)} characters, at least 16 printable ASCII ones needed"

@@ -89,7 +89,8 @@ class ThreadPerformer:
     ) -> None:
         self._connections, self._tracer, self._meeting = connections, tracer, meeting
         self._monitor = threading.Condition()
-        self._pool: ThreadPoolExecutor | None = None
+        # Kept for the thread that began it: lanes must not lose it in the middle of a question.
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._tasks: list[threading.Thread] = []
         self._lanes = {lane: _LaneThread(self, lane) for lane in lanes}
         self._perform: dict[type[Effect[Any]], Callable[[Any], Any]] = state | {
@@ -125,8 +126,9 @@ class ThreadPerformer:
                     value: R = end.value
                     return value
                 finally:
+                    # An error refers to this frame: together they would keep what the routine had.
+                    result = error = None
                     self._monitor.notify_all()
-            result = error = None
             try:
                 result = self._perform[type(effect)](effect)
             except BaseException as caught:
@@ -134,9 +136,9 @@ class ThreadPerformer:
 
     @contextlib.contextmanager
     def calls_in_parallel(self) -> Iterator[None]:
-        """Keep the threads that ask all agents from one effect to the next."""
+        """Keep the threads that ask all agents from one effect of the caller to the next."""
         with ThreadPoolExecutor(_PARALLEL_CALLS, thread_name_prefix="ask") as pool:
-            self._pool = pool
+            self._pool = threading.get_ident(), pool
             try:
                 yield
             finally:
@@ -180,10 +182,10 @@ class ThreadPerformer:
             except (EcckptError, OSError) as error:
                 return error
 
-        nodes = effect.nodes
+        nodes, kept = effect.nodes, self._pool
         try:
-            if self._pool is not None:
-                return dict(zip(nodes, self._pool.map(ask, nodes), strict=True))
+            if kept is not None and kept[0] == threading.get_ident():
+                return dict(zip(nodes, kept[1].map(ask, nodes), strict=True))
             threads = min(_PARALLEL_CALLS, len(nodes) or 1)
             with ThreadPoolExecutor(threads, thread_name_prefix="ask") as pool:
                 return dict(zip(nodes, pool.map(ask, nodes), strict=True))

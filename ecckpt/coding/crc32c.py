@@ -1,4 +1,8 @@
-"""CRC32C of one small buffer, and of many separate ranges of memory."""
+"""CRC32C (Castagnoli) of one small buffer, and of many separate ranges of memory.
+
+File headers and messages use ``crc32c``; ``state/snapshot/replicas.py`` compares tensors across
+ranks with ``checksum_many``. Checksums of fragments come from ``Codec``, in its pass over memory.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,18 @@ if HAVE_NATIVE:
 
 
 def crc32c(data: Buffer) -> int:
-    """The CRC32C of a small contiguous buffer of the caller's, in a few microseconds; 0 if empty.
+    """Return the CRC32C of a small buffer; 0 if it is empty.
 
-    A codec's pass would do the same, but checks and prepares for more than one buffer.
+    It takes a few microseconds. ``Codec.encode`` computes the same checksum, but its argument
+    checks cost more than the checksum of a small buffer.
+
+    Args:
+        data: any contiguous buffer. The caller owns it; it is only read.
 
     Raises:
-        InvalidBuffer: not a buffer, or not contiguous.
+        InvalidBuffer: the object is not a buffer, or is not contiguous.
     """
-    view = byte_view(data, "what is to be checked")
+    view = byte_view(data, "the buffer to checksum")
     if not view.size:
         return 0
     if not HAVE_NATIVE:
@@ -35,29 +43,36 @@ def crc32c(data: Buffer) -> int:
 
 
 def checksum_many(spans: NDArray[np.int64], *, threads: int = 1) -> NDArray[np.uint32]:
-    """The CRC32C of each of many ranges of memory, in one call and without the GIL.
+    """Return the CRC32C of each of many ranges of memory; the GIL is released meanwhile.
 
-    The addresses are trusted: a wrong one ends the process. The caller owns the memory behind them
-    and keeps it alive and unchanged until the call returns.
+    The addresses are not checked: a wrong one crashes the process. The caller owns the memory at
+    all of them and keeps it alive and unchanged until the call returns.
 
     Args:
-        spans: int64 array of shape (N, 2), C-contiguous: address and length in bytes of each range.
-            N may be 0, lengths may be 0 (and have the checksum 0).
-        threads: how many threads may share the bytes (at least 1), however they are spread over
-            the rows; never more than there are CPUs.
+        spans: int64 array of shape (N, 2), C-contiguous. A row is the address and the length in
+            bytes of one range. N may be 0. A length may be 0; its checksum is 0.
+        threads: the largest number of threads to use (at least 1). The threads share the bytes
+            evenly, independent of how the bytes are spread over the rows. The number never exceeds
+            the number of CPUs.
+
+    Returns:
+        uint32 array of shape (N,); the caller owns it.
 
     Raises:
-        InvalidBuffer: another shape or type, a negative length, or a null address of a range that
+        InvalidBuffer: another shape or dtype, a negative length, or a null address in a range that
             is not empty.
         InvalidConfig: ``threads`` is less than 1.
     """
     if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2:
         raise InvalidBuffer(
-            f"ranges to check are int64 of shape (N, 2), not {spans.dtype} of {spans.shape}"
+            f"ranges to check must be int64 of shape (N, 2), not {spans.dtype} of {spans.shape}"
         )
     addresses, lengths = spans.T
     if not spans.flags.c_contiguous or ((lengths < 0) | ((lengths > 0) & (addresses <= 0))).any():
-        raise InvalidBuffer(f"ranges to check, shape {spans.shape}: not contiguous, or no ranges")
+        raise InvalidBuffer(
+            f"ranges to check, shape {spans.shape}: not C-contiguous, a negative length, or a null "
+            "address"
+        )
     sums = np.zeros(len(spans), np.uint32)
     threads = usable_threads(threads)
     if HAVE_NATIVE:

@@ -1,8 +1,9 @@
-"""The ways to do the one operation that a codec has: native code, or zfec.
+"""The engines behind ``reed_solomon.Codec``: native code, or the zfec library.
 
-``Work`` says what is to be done: make targets as linear combinations of sources, copy sources, and
-checksum both, block by block. The native engines in ``native/`` differ in speed only; zfec takes
-over where they cannot be built. Everything in a ``Work`` has been checked.
+A ``CodingPass`` describes the one operation that engines have: compute targets as linear
+combinations of sources, copy sources, and checksum both block by block. The native engines in
+``native/`` differ in speed only. Without the native module the zfec engine does the same work.
+``Codec`` has checked all lengths, indices and overlaps before an engine sees a pass.
 """
 
 from __future__ import annotations
@@ -26,13 +27,22 @@ Table = NDArray[np.uint32]
 Fragments = dict[int, Bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One pass over fragments of equal length, at least one of them a source.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingPass:
+    """One pass over fragments of equal length.
 
-    The first ``coded`` sources make the targets; if there are targets, these are k. ``copies`` are
-    where some sources go as well, by the same index. ``table`` has a row for each fragment of the
-    code, to be filled for sources and targets; None: no checksums are wanted.
+    The caller of the codec owns all buffers; views of them are valid until the pass has ended.
+
+    Attributes:
+        sources: the fragments to read, by index in the code; at least one.
+        coded: how many of the sources, from the first, are combined into targets. It is k if there
+            are targets.
+        copies: buffers that receive the bytes of a source, by the index of that source.
+        targets: the fragments to compute, by index in the code; overwritten.
+        block_bytes: bytes that one checksum covers.
+        table: shape (n, rows), uint32. The engine fills the rows of sources and targets. None: no
+            checksums are wanted.
+        threads: the largest number of threads to use.
     """
 
     sources: Fragments
@@ -45,16 +55,16 @@ class Work:
 
 
 class Engine(Protocol):
-    """A way to do such work."""
+    """An implementation of the coding pass for one code (k, m)."""
 
     name: str
 
-    def run(self, work: Work) -> None:
-        """Do all of it."""
+    def execute(self, work: CodingPass) -> None:
+        """Fill the targets, the copies and the table of a pass."""
 
 
 def engine_named(name: str, k: int, m: int) -> Engine:
-    """Return the engine of that name, one of ``engines()``, for a code."""
+    """Return the engine with a name out of ``engines()`` for a code."""
     return ZfecEngine(k, m) if name == "zfec" else NativeEngine(k, m, name)
 
 
@@ -64,20 +74,21 @@ def _coefficients(k: int, n: int, sources: tuple[int, ...], targets: tuple[int, 
 
 
 class NativeEngine:
-    """Any of the native ones: everything in one pass, without the GIL."""
+    """An engine of the native module: one pass over memory does everything, without the GIL."""
 
     def __init__(self, k: int, m: int, name: str) -> None:
         self.name = name
         self._k, self._n = k, k + m
 
-    def run(self, work: Work) -> None:
-        """Do all of it."""
+    def execute(self, work: CodingPass) -> None:
+        """Fill the targets, the copies and the table of a pass."""
         sources, targets, table = work.sources, work.targets, work.table
         coefficients = b""
         if targets:
             coded = tuple(sources)[: work.coded]
             coefficients = _coefficients(self._k, self._n, coded, tuple(targets))
         rows = 0 if table is None else table.shape[1]
+        # The native code numbers sources and targets from 0; `table` is indexed by fragment.
         source_sums = np.empty((len(sources), rows), np.uint32)
         target_sums = np.empty((len(targets), rows), np.uint32)
         _native.code(
@@ -98,11 +109,16 @@ class NativeEngine:
 
 
 class ZfecEngine:
-    """The independent codec, in one thread; what it does not do itself is done around it."""
+    """The zfec library, in one thread; copies and checksums are separate passes over memory.
+
+    zfec is an independent implementation of the same code: tests compare the native engines with
+    it, and it replaces them where they cannot be built.
+    """
 
     name = "zfec"
 
-    # zfec allocates what it returns: pieces bound that, and fit the cache that it works in.
+    # zfec allocates the fragments that it returns. Coding 256 KiB at a time bounds that memory and
+    # keeps it in the CPU's cache.
     PIECE_BYTES = 1 << 18
 
     def __init__(self, k: int, m: int) -> None:
@@ -111,8 +127,8 @@ class ZfecEngine:
         self._decoder = zfec.Decoder(k, k + m)
         self._native_checksums = NativeEngine(k, m, engines()[0]) if HAVE_NATIVE else None
 
-    def run(self, work: Work) -> None:
-        """Do all of it."""
+    def execute(self, work: CodingPass) -> None:
+        """Fill the targets, the copies and the table of a pass."""
         length = next(iter(work.sources.values())).size
         if work.targets:
             coded = dict(list(work.sources.items())[: work.coded])
@@ -124,13 +140,23 @@ class ZfecEngine:
             return
         fragments = work.sources | work.targets
         if self._native_checksums is not None:
-            whole = Work(fragments, 1, {}, {}, work.block_bytes, work.table, work.threads)
-            self._native_checksums.run(whole)
+            self._native_checksums.execute(
+                CodingPass(
+                    sources=fragments,
+                    coded=1,
+                    copies={},
+                    targets={},
+                    block_bytes=work.block_bytes,
+                    table=work.table,
+                    threads=work.threads,
+                )
+            )
             return
         for index, view in fragments.items():
             work.table[index] = _checksums(view, work.block_bytes)
 
     def _code(self, sources: Fragments, targets: Fragments, piece: slice) -> None:
+        # zfec rebuilds data fragments only. Wanted parity fragments are encoded from these again.
         data = [view[piece] for view in sources.values()]
         if list(sources) != list(range(self._k)):
             data = self._decoder.decode(data, list(sources))
@@ -138,12 +164,14 @@ class ZfecEngine:
             targets[index][piece] = np.frombuffer(data[index], np.uint8)
         parity = [index for index in targets if index >= self._k]
         if parity:
-            for index, made in zip(parity, self._encoder.encode(data, parity), strict=True):
-                targets[index][piece] = np.frombuffer(made, np.uint8)
+            for index, encoded in zip(parity, self._encoder.encode(data, parity), strict=True):
+                targets[index][piece] = np.frombuffer(encoded, np.uint8)
 
 
 # -- checksums without the native module ----------------------------------------------------------
 
+# A block is cut into this many lanes, whose CRC registers numpy advances side by side. It is a
+# power of two, because `_joined` joins the registers in pairs.
 _LANES = 1024
 
 
@@ -153,7 +181,7 @@ def _checksums(view: Bytes, block_bytes: int) -> Table:
 
 
 def _crc32c(block: Bytes) -> int:
-    """Return the CRC32C of a block: 1024 lanes side by side, then joined in pairs."""
+    """Return the CRC32C of a block: one register per lane, joined afterwards, then the tail."""
     lane_bytes = block.size // _LANES
     if lane_bytes == 0:
         return gf256.crc32c(block.tobytes())
@@ -161,15 +189,19 @@ def _crc32c(block: Bytes) -> int:
     columns = np.ascontiguousarray(block[:body].reshape(_LANES, lane_bytes).T)
     table = np.array(gf256.crc32c_table(), np.uint32)
     registers = np.zeros(_LANES, np.uint32)
-    registers[0] = 0xFFFFFFFF  # the start value belongs to the first lane only
+    registers[0] = 0xFFFFFFFF  # CRC32C starts with all ones; only the first lane is at the start
     for column in columns:
         registers = registers >> 8 ^ table[(registers ^ column) & 0xFF]
     return gf256.crc32c(block[body:].tobytes(), _joined(registers, lane_bytes) ^ 0xFFFFFFFF)
 
 
 def _joined(registers: Table, lane_bytes: int) -> int:
-    """Return the register after all lanes, from the register that each lane alone leaves."""
-    # What appending zero bytes does is linear: 32 columns, one for each bit of the register.
+    """Return the register after all lanes, given the register after each lane on its own.
+
+    A CRC is linear over GF(2): the register after lanes A and B is the register of A advanced by
+    the length of B in zero bytes, XOR the register of B alone (as zlib's ``crc32_combine``).
+    """
+    # `zeros` is the 32 x 32 matrix of "advance by one lane of zero bytes": a column for each bit.
     zeros = np.uint32(1) << np.arange(32, dtype=np.uint32)
     table = np.array(gf256.crc32c_table(), np.uint32)
     for _ in range(lane_bytes):
@@ -181,7 +213,7 @@ def _joined(registers: Table, lane_bytes: int) -> int:
 
 
 def _applied(columns: Table, registers: Table) -> Table:
-    """Return a linear map of registers, given what it makes of each of the 32 bits."""
+    """Apply a linear map to registers, shape (N,); ``columns`` has its value for each bit."""
     bits = np.arange(32, dtype=np.uint32)
     chosen = np.where(registers[:, None] >> bits & 1, columns, np.uint32(0))
     joined: Table = np.bitwise_xor.reduce(chosen, axis=1)

@@ -1,13 +1,15 @@
-"""Codec(k, m): fragments and their checksums, into buffers that the caller owns.
+"""``Codec(k, m)``: computes fragments and their checksums into buffers of the caller.
 
-A code makes n = k + m fragments of equal length: 0..k-1 are the data, k..n-1 are parity, and any k
-of them give back all others. A fragment is checksummed in blocks of ``block_bytes``; a table of
-checksums has shape (n, rows), dtype uint32, rows = ceil(length / block_bytes), and holds the CRC32C
-of each block of each fragment. The last block may be short.
+The agent encodes, rebuilds and verifies with it; ``client/read`` and ``client/restore`` decode.
 
-Encoding, rebuilding, restoring and verifying are one operation with other matrices: outputs are
-linear combinations of inputs, and all of them are checksummed, and the inputs copied if wanted, in
-the same pass over memory. ``engines.py`` has the ways to do it.
+A code has n = k + m fragments of equal length: 0..k-1 are data, k..n-1 are parity. Any k of them
+determine all others. Each fragment is checksummed in blocks of ``block_bytes``; the last block may
+be shorter. A table of checksums has shape (n, rows), dtype uint32, rows = ceil(length /
+block_bytes), and holds the CRC32C of each block of each fragment.
+
+Encoding, rebuilding, restoring and verifying are the same operation with different matrices: each
+output is a linear combination of inputs. One pass over memory computes the outputs, checksums
+inputs and outputs, and copies the inputs if asked to. ``engines.py`` has its implementations.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ecckpt.coding import gf256
-from ecckpt.coding.engines import Fragments, Table, Work, engine_named
+from ecckpt.coding.engines import CodingPass, Fragments, Table, engine_named
 from ecckpt.errors import InvalidBuffer, InvalidCode
 from ecckpt.memory.buffers import Buffer, WritableBuffer, byte_view, check_disjoint, usable_threads
 from ecckpt.memory.native import AUTO, engines, resolved
@@ -28,29 +30,32 @@ LARGEST_BLOCK_BYTES = 1 << 30
 
 
 class Codec:
-    """A Reed-Solomon code with k data and m parity fragments, byte for byte that of zfec.
+    """A systematic Reed-Solomon code over GF(2^8); its fragments equal zfec's byte for byte.
 
-    A codec holds no buffers and no state: threads may share it. Arguments of every method are
-    checked before the first byte is written; while an engine works, the GIL is released (zfec: for
-    the coding, not for checksums without the native module).
+    The code is the one of ``gf256`` (Rizzo, 1997).
 
-    All methods that code take ``threads``: so many may share the columns of the fragments, the
-    calling one included (at least 1). Small fragments use fewer, there are never more than CPUs,
-    and what comes out is the same for any number. The zfec engine codes in one.
+    A codec keeps no buffers and no state between calls, so threads may share it. Each method checks
+    its arguments before the first byte is written. The GIL is released while an engine works; the
+    zfec engine holds it for checksums if the native module is missing.
 
-    Buffers that are written, and are large, should start equally far from a multiple of 64 bytes,
-    as those of one allocator do: others cost a quarter of the speed. They must not overlap any
-    other buffer of the call; those that are only read may overlap each other. All of a call have
-    the same length, 0 or more bytes, and are contiguous.
+    ``threads`` is the largest number of threads to use, the calling thread included (at least 1).
+    The threads share the columns of the fragments. Small fragments use fewer; the number never
+    exceeds the number of CPUs. The result does not depend on it. The zfec engine codes in one
+    thread.
+
+    All buffers of one call are contiguous and have the same length, 0 or more bytes. A buffer that
+    is written must not overlap any other one; buffers that are only read may overlap each other.
+    Large buffers that are written should have the same address modulo 64 bytes, as those of one
+    allocator do: with others coding is a quarter slower.
 
     Args:
         k: number of data fragments, at least 1.
         m: number of parity fragments, at least 0; k + m is at most 256.
-        engine: one of ``engines()``, or "auto" for the first of them, unless the process prefers
-            another (``native.prefer``).
+        engine: one of ``engines()``, or "auto". "auto" is the first of them, unless
+            ``native.prefer`` chose another for the process.
 
     Raises:
-        InvalidCode: k and m out of range, or an engine that is not usable here.
+        InvalidCode: k or m is out of range, or this machine cannot run the engine.
     """
 
     def __init__(self, k: int, m: int, *, engine: str = AUTO) -> None:
@@ -81,7 +86,7 @@ class Codec:
 
     @property
     def engine(self) -> str:
-        """Name of the engine in use, never "auto"."""
+        """Name of the engine in use; never "auto"."""
         return self._engine.name
 
     def encode(
@@ -94,21 +99,24 @@ class Codec:
         checksums: bool = True,
         threads: int = 1,
     ) -> Table:
-        """Fill the parity fragments and return the checksums of all fragments.
+        """Compute the parity fragments, and return the checksums of all fragments.
+
+        The caller owns all buffers.
 
         Args:
             data: k buffers; only read.
             parity: m writable buffers; overwritten.
             block_bytes: bytes that one checksum covers, 1 to 2^30.
-            copies: none, or k writable buffers: the data are copied there in the same pass.
-            checksums: False returns an empty table, shape (n, 0), a little sooner.
-            threads: how many may share the work.
+            copies: empty, or k writable buffers that receive the data in the same pass.
+            checksums: False skips the checksums, which is a little faster, and returns an empty
+                table, shape (n, 0).
+            threads: the largest number of threads to use.
 
         Returns:
-            The table of checksums, shape (n, rows); the caller owns it.
+            The table of checksums, shape (n, rows), dtype uint32; the caller owns it.
 
         Raises:
-            InvalidBuffer: wrong numbers, lengths or kinds of buffers, or ones that overlap; nothing
+            InvalidBuffer: the number, length or type of buffers is wrong, or they overlap. Nothing
                 was written.
             InvalidConfig: ``threads`` is less than 1.
         """
@@ -119,7 +127,7 @@ class Codec:
                 f"for a code with k = {self.k} and m = {self.m}"
             )
         present, missing = dict(enumerate(data)), dict(enumerate(parity, self.k))
-        return self._run(
+        return self._check_and_execute(
             present,
             missing,
             dict(enumerate(copies)),
@@ -138,28 +146,32 @@ class Codec:
         checksums: bool = True,
         threads: int = 1,
     ) -> Table:
-        """Fill missing fragments from k present ones; return the checksums of all of these.
+        """Compute missing fragments from k present ones, and return the checksums of all of them.
 
-        Of the present fragments the k with the lowest indices are used, so data before parity; all
-        are checksummed. The result is only as right as they are: compare their checksums.
+        The k present fragments with the lowest indices are combined, so data before parity; all
+        present fragments are checksummed. A wrong byte in a present fragment makes wrong bytes in
+        the missing ones: the caller compares the returned checksums with those it has stored.
+
+        The caller owns all buffers.
 
         Args:
-            present: buffers by fragment index; only read. At least k of them, unless nothing is
-                missing.
+            present: buffers by fragment index; only read. At least k of them, unless ``missing`` is
+                empty.
             missing: writable buffers by fragment index (data, parity, or both); overwritten. May be
                 empty.
             block_bytes: bytes that one checksum covers, 1 to 2^30.
-            copies: writable buffers by index of a present fragment: that one is copied there in the
-                same pass. So a restore copies the data that are there and rebuilds the others.
-            checksums: False returns an empty table, shape (n, 0), a little sooner.
-            threads: how many may share the work.
+            copies: writable buffers by index of a present fragment, which receive its bytes in the
+                same pass. A restore copies the data fragments that exist and rebuilds the others.
+            checksums: False skips the checksums, which is a little faster, and returns an empty
+                table, shape (n, 0).
+            threads: the largest number of threads to use.
 
         Returns:
-            The table of checksums, shape (n, rows), with zeros in the rows of fragments that are
-            neither present nor missing; the caller owns it.
+            The table of checksums, shape (n, rows), dtype uint32. Rows of fragments that are
+            neither present nor missing are zero. The caller owns it.
 
         Raises:
-            InvalidBuffer: wrong indices, lengths or kinds of buffers, or ones that overlap; nothing
+            InvalidBuffer: an index, a length or a type of buffer is wrong, or they overlap. Nothing
                 was written.
             InvalidConfig: ``threads`` is less than 1.
         """
@@ -167,12 +179,12 @@ class Codec:
         if both := sorted(present.keys() & missing.keys()):
             raise InvalidBuffer(f"fragments {both} are given both as present and as missing")
         if absent := sorted(copies.keys() - present.keys()):
-            raise InvalidBuffer(f"fragments {absent} are to be copied and not present")
+            raise InvalidBuffer(f"fragments {absent} have a copy buffer but are not present")
         if missing and len(present) < self.k:
             raise InvalidBuffer(
                 f"{len(present)} fragments present, {self.k} needed to rebuild {sorted(missing)}"
             )
-        return self._run(
+        return self._check_and_execute(
             present,
             missing,
             copies,
@@ -189,32 +201,36 @@ class Codec:
         *,
         threads: int = 1,
     ) -> list[tuple[int, int]]:
-        """Return (fragment index, row) of every block that does not match its checksum, in order.
+        """Return every block that does not match its checksum.
 
         Args:
-            fragments: buffers by fragment index; only read.
-            checksums: what they should be, uint32 of shape (n, rows); rows of other fragments are
-                ignored.
+            fragments: buffers by fragment index; only read, owned by the caller.
+            checksums: the expected table, uint32 of shape (n, rows). Rows of fragments that are not
+                given are ignored.
             block_bytes: bytes that one checksum covers, 1 to 2^30.
-            threads: how many may share the work.
+            threads: the largest number of threads to use.
+
+        Returns:
+            Pairs (fragment index, row) in ascending order.
 
         Raises:
-            InvalidBuffer: wrong index, lengths, ``block_bytes``, or shape or type of the table.
+            InvalidBuffer: an index, a length, ``block_bytes``, or the shape or dtype of the table
+                is wrong.
             InvalidConfig: ``threads`` is less than 1.
         """
-        table = self._run(
+        table = self._check_and_execute(
             fragments, {}, {}, block_bytes, checksums=True, threads=usable_threads(threads)
         )
         if checksums.shape != table.shape or checksums.dtype != np.uint32:
             raise InvalidBuffer(
-                f"checksums are {checksums.dtype} of shape {checksums.shape}, "
-                f"these fragments need uint32 of shape {table.shape}"
+                f"the checksums are {checksums.dtype} of shape {checksums.shape}, "
+                f"but these fragments need uint32 of shape {table.shape}"
             )
         indices = sorted(fragments)
         bad = np.argwhere(table[indices] != checksums[indices])
         return [(indices[position], row) for position, row in bad.tolist()]
 
-    def _run(
+    def _check_and_execute(
         self,
         present: Mapping[int, Buffer],
         missing: Mapping[int, WritableBuffer],
@@ -224,7 +240,7 @@ class Codec:
         checksums: bool,
         threads: int,
     ) -> Table:
-        """Check everything, have the engine do the work, return the table."""
+        """Check all arguments, have the engine execute the pass, and return the table."""
         if not 1 <= block_bytes <= LARGEST_BLOCK_BYTES:
             raise InvalidBuffer(
                 f"block_bytes is {block_bytes:,}, it must be 1 to {LARGEST_BLOCK_BYTES:,}"
@@ -246,10 +262,19 @@ class Codec:
         rows = -(-length // block_bytes) if checksums else 0
         table = np.zeros((self.n, rows), np.uint32)
         if sources:
-            ordered = dict(sorted(sources.items()))  # those with the lowest indices are coded
-            coded = self.k if targets else len(sources)
-            wanted = table if checksums else None
-            self._engine.run(Work(ordered, coded, copied, targets, block_bytes, wanted, threads))
+            self._engine.execute(
+                CodingPass(
+                    # In order of the index: data fragments cost nothing to decode, so that they
+                    # are combined before parity.
+                    sources=dict(sorted(sources.items())),
+                    coded=self.k if targets else len(sources),
+                    copies=copied,
+                    targets=targets,
+                    block_bytes=block_bytes,
+                    table=table if checksums else None,
+                    threads=threads,
+                )
+            )
         return table
 
 

@@ -1,1 +1,1 @@
-"""Identities and the bytes of fragment files (docs/FORMAT.md). Pure."""
+"""Identities, and the bytes of fragment files (docs/FORMAT.md). Pure."""

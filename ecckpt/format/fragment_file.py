@@ -2,9 +2,8 @@
 
     superblock (4096 bytes) | payload | table | CRC32C of the table | end mark
 
-A home copy has the same form with ``index = HOME`` and the k data fragments, one after another, as
-its payload. The table holds the CRC32C of every block of all n fragments, so any one file proves
-every block of every other.
+A home copy has ``index = HOME``, and its payload is the k data fragments one after another. The
+table holds the CRC32C of every block of all n fragments, so any one file verifies every other.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from ecckpt.memory.buffers import Buffer
 
 FORMAT_VERSION = 1
 SUPERBLOCK_BYTES = 4096
-BLOCK_BYTES = 1 << 20  # at most, when written
+BLOCK_BYTES = 1 << 20  # the largest block that is written
 _LEAST_BLOCK_BYTES = 64 << 10
-_BLOCKS = 8192
+_BLOCKS = 8192  # about so many in a shard
 HOME = -1
 
 _MAGIC = b"\x89ecckpt\n"
@@ -40,7 +39,7 @@ _STRIDE_OFFSET_BYTES = 832
 _LIMIT_BYTES = 1 << 48
 _BLOCK_RANGE = range(4096, (1 << 30) + 1)
 
-# All of a header but its parent, in the order in which it is built.
+# All fields but ``parent``, in the order of the constructor.
 _FIELDS = (
     *("run", "generation", "rank", "world_size", "index", "k", "m"),
     *("shard_bytes", "fragment_bytes", "block_bytes", "home", "created_unix_s"),
@@ -50,10 +49,11 @@ _fields_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*_FIELDS)
 
 
 def fragment_bytes_for(shard_bytes: int, k: int) -> int:
-    """Length of each of the k data fragments of a shard: at least a k-th, padded.
+    """Length of each of the k data fragments of a shard: at least a k-th of it, padded.
 
-    Always 832 modulo 4096. An odd multiple of 64 keeps vector stores aligned and spreads the k
-    streams of a coding pass over the cache sets, which page-aligned streams would share.
+    The length is 832 modulo 4096. An odd multiple of 64 keeps vector stores aligned and spreads the
+    k streams of a coding pass over the cache sets; streams at page-aligned distances would share
+    sets.
     """
     least = -(-shard_bytes // k)
     return least + (_STRIDE_OFFSET_BYTES - least) % _STRIDE_BYTES
@@ -62,9 +62,9 @@ def fragment_bytes_for(shard_bytes: int, k: int) -> int:
 def block_bytes_for(shard_bytes: int) -> int:
     """Length of the blocks of a shard: a power of two, about 8192 of them in the shard.
 
-    A block is what proves bytes, so who wants a part of the shard reads up to one more at both of
-    its ends: they must be small beside the pieces of tensors that a rank has. Smaller ones cost
-    time to encode, and smaller ones of large shards large tables.
+    Blocks are the unit of verification. A reader of a part of the shard reads up to one block too
+    much at each end, so blocks must be small compared with the pieces of tensors that a rank has.
+    Small blocks cost time to encode, and in a large shard they make a large table.
     """
     most = max(shard_bytes // _BLOCKS, 1)
     return min(max(1 << (most.bit_length() - 1), _LEAST_BLOCK_BYTES), BLOCK_BYTES)
@@ -74,7 +74,7 @@ def block_bytes_for(shard_bytes: int) -> int:
 class Header:
     """What a fragment or home copy says of itself. All sizes in bytes.
 
-    Constructed values are taken as they are; ``from_wire`` and ``parse_superblock`` check that
+    The constructor does not check its arguments; ``from_wire`` and ``parse_superblock`` check that
     the numbers fit together.
     """
 
@@ -112,7 +112,7 @@ class Header:
 
     @property
     def trailer_bytes(self) -> int:
-        """Length of table, its CRC and the end mark."""
+        """Length of the table, its CRC and the end mark."""
         return 4 * self.n * self.rows + _CRC.size + len(_END_MARK)
 
     @property
@@ -121,10 +121,10 @@ class Header:
         return self.trailer_offset + self.trailer_bytes
 
     def at(self, index: int) -> Self:
-        """The header of another fragment (or the home copy) of the same shard."""
+        """The header of another fragment, or of the home copy, of the same shard."""
         if index == self.index:
             return self
-        return type(self)(  # a third of what ``replace`` takes
+        return type(self)(  # takes a third of the time of ``replace``
             self.shard,
             self.world_size,
             index,
@@ -139,7 +139,7 @@ class Header:
         )
 
     def same_shard(self, other: Header) -> bool:
-        """Whether both describe one and the same coded shard."""
+        """Whether both headers describe the same coded shard."""
         return self == replace(other, index=self.index, home=self.home)
 
     def block(self, row: int) -> slice:
@@ -148,7 +148,7 @@ class Header:
         return slice(start, min(start + self.block_bytes, self.fragment_bytes))
 
     def to_wire(self) -> dict[str, Any]:
-        """As a plain dict, the way superblocks and messages carry it."""
+        """The header as a plain dict, as superblocks and messages carry it."""
         generation, parent = self.shard.generation, self.parent
         return {
             "run": self.shard.run,
@@ -168,7 +168,7 @@ class Header:
 
     @classmethod
     def from_wire(cls, fields: object, where: str) -> Self:
-        """The header in a decoded map; ``CorruptFragment`` where it cannot be one."""
+        """The header in a decoded map; ``CorruptFragment`` if it is not a header."""
         try:
             header = cls._from_fields(fields)  # type: ignore[arg-type]
         except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -180,7 +180,7 @@ class Header:
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        # A restore of a large run reads hundreds of thousands of these.
+        # A restore of a large run reads hundreds of thousands of headers: check all types at once.
         values = _fields_of(fields)
         if tuple(map(type, values)) != _FIELD_TYPES:
             for name, value, kind in zip(_FIELDS, values, _FIELD_TYPES, strict=True):
@@ -204,7 +204,7 @@ class Header:
         )
 
     def problem(self) -> str:
-        """What makes these numbers impossible; empty when they fit together."""
+        """Why these numbers are impossible; empty if they fit together."""
         world_size, k, m = self.world_size, self.k, self.m
         wrong = _shape_problem(
             world_size, k, m, self.shard_bytes, self.fragment_bytes, self.block_bytes
@@ -216,7 +216,9 @@ class Header:
         return wrong
 
 
-@lru_cache(maxsize=4096)  # all files of a shard, and often all shards, have the same
+@lru_cache(
+    maxsize=4096
+)  # all files of a shard, and often all shards of a run, have the same numbers
 def _shape_problem(  # noqa: PLR0917  (positional: they are the key of the cache)
     world_size: int, k: int, m: int, shard_bytes: int, fragment_bytes: int, block_bytes: int
 ) -> str:
@@ -245,8 +247,8 @@ def pack_superblock(header: Header) -> bytes:
 def parse_superblock(data: Buffer, where: str) -> Header | None:
     """The header in the first bytes of a file; None if they are not a superblock at all.
 
-    Raises ``VersionMismatch`` for another format version and ``CorruptFragment`` for bytes that
-    begin like a superblock and are none.
+    Raises ``VersionMismatch`` for another format version, and ``CorruptFragment`` for bytes that
+    begin like a superblock but are not one.
     """
     block = bytes(memoryview(data)[:SUPERBLOCK_BYTES])
     if not block.startswith(_MAGIC):

@@ -1,4 +1,4 @@
-"""The headers of all files that a node has of a run: what inventories are made of. Pure."""
+"""The headers of all files that a node has of a run, as inventories carry them. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ecckpt.format.fragment_file import HOME, Header
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """In two columns: the files of a shard differ in nothing but their index.
+    """Two columns, because the headers of a shard's files differ only in their index.
 
-    ``shards`` has every file's header with the index of a home copy, ``indices`` its own index. In
-    inventories that came as messages, files of a shard on several nodes share one object: a
-    restore of a large run looks at hundreds of thousands.
+    ``shards`` has each file's header with the index of a home copy; ``indices`` has the file's own
+    index. In inventories that came as messages, files of a shard on several nodes share one header
+    object, because a restore of a large run looks at hundreds of thousands of files.
     """
 
     shards: tuple[Header, ...]
     indices: tuple[int, ...]
 
     @classmethod
-    def of(cls, headers: Iterable[Header]) -> Self:
-        """Of these files."""
+    def from_headers(cls, headers: Iterable[Header]) -> Self:
+        """The columns for these headers."""
         files = list(headers)
         return cls(tuple([each.at(HOME) for each in files]), tuple([each.index for each in files]))
 
     def __len__(self) -> int:
-        """How many files."""
+        """The number of files."""
         return len(self.shards)
 
     def __iter__(self) -> Iterator[Header]:
-        """Each file's own header."""
+        """The header of each file."""
         return map(Header.at, self.shards, self.indices)

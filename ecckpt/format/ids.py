@@ -1,4 +1,4 @@
-"""Who a checkpoint is: run, generation and shard, their order and their spelling. Pure."""
+"""The identity of a checkpoint: run, generation and shard, their order and their spelling. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GENERATION = re.compile(r"(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.([0-9a-f]
 
 
 def check_name(what: str, name: str) -> str:
-    """Return ``name`` if it can stand in paths and URLs, else raise ``InvalidConfig``."""
+    """Return ``name`` if it can be used in paths and URLs, else raise ``InvalidConfig``."""
     if not _NAME.fullmatch(name):
         raise InvalidConfig(
             f"{what} {name!r} is not a usable name",
@@ -24,11 +24,11 @@ def check_name(what: str, name: str) -> str:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Generation:
-    """What one save makes: ``(timeline, step)``, ordered by timeline and then step.
+    """The product of one save of a run, ordered by timeline and then by step.
 
-    The timeline comes first because a run that went back to step 300 and saved 400 is newer than
-    the 5000 it abandoned. ``session`` (16 hex digits, drawn when the run starts or restarts) keeps
-    apart two histories that could not know of each other's timeline.
+    The timeline comes first: a run that went back to step 300 and then saved step 400 has made
+    something newer than the step 5000 that it abandoned. ``session`` (16 hex digits, drawn when the
+    run starts or restarts) distinguishes two histories that did not know of each other's timeline.
     """
 
     timeline: int
@@ -39,9 +39,9 @@ class Generation:
         return f"{self.timeline}.{self.step}.{self.session}"
 
     @staticmethod
-    @lru_cache(maxsize=1024)  # the many headers of a large run name few generations
+    @lru_cache(maxsize=1024)  # a large run has many headers and few generations
     def parse(text: str) -> Generation:
-        """The generation that ``str()`` spelled; ``InvalidMessage`` for anything else."""
+        """The generation that ``str()`` spelled so; ``InvalidMessage`` for any other text."""
         match = _GENERATION.fullmatch(text)
         if not match:
             raise InvalidMessage(f"{text[:80]!r} is no generation (timeline.step.session)")
@@ -50,7 +50,7 @@ class Generation:
 
 @dataclass(frozen=True, order=True, slots=True)
 class ShardId:
-    """One rank's state in one generation of one run."""
+    """The state of one rank in one generation of one run."""
 
     run: str
     generation: Generation

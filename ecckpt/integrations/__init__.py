@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one file each; none sees another."""
+"""Adapters to other libraries: torch.distributed.checkpoint, and safetensors folders."""

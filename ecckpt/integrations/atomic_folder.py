@@ -1,4 +1,7 @@
-"""A folder that is whole or not there."""
+"""Creates a folder atomically: it is complete and synced, or it does not exist.
+
+Both exports use it (``dcp/export.py``, ``safetensors/export.py``).
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ def require_unused(folder: Path) -> None:
     """Raise ``InvalidConfig`` unless ``folder`` does not exist or is empty."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise InvalidConfig(
-            f"{folder} is there, and no empty folder", hint="export to a new one, or remove it"
+            f"{folder} exists, and is not an empty folder", hint="export to a new one, or remove it"
         )
 
 
 @contextmanager
 def finished_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to be filled, beside ``folder``; on leaving it is synced and moved there.
+    """Yield a new folder beside ``folder``; at the end of the block, sync it and rename it.
 
-    Files in it must be synced by whoever writes them. After an error nothing is left; a kill leaves
-    ``.NAME.XXXXXXXX.unfinished``. Raises ``InvalidConfig`` if ``folder`` is in use.
+    The caller fills it and syncs the files. After an error the new folder is removed. A killed
+    process leaves ``.NAME.XXXXXXXX.unfinished``. Raises ``InvalidConfig`` if ``folder`` is in use.
     """
     require_unused(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -34,8 +37,8 @@ def finished_folder(folder: Path) -> Iterator[Path]:
     try:
         yield unfinished
         _sync(unfinished)
-        unfinished.rename(folder)  # takes the place of an empty folder, and of no other
-        _sync(folder.parent)
+        unfinished.rename(folder)  # replaces an empty folder; fails for one that is not empty
+        _sync(folder.parent)  # the new name is durable only when the parent folder is synced
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -7,7 +7,8 @@
     ...
     dcp.save(state, storage_writer=Writer(checkpointer, step))
 
-DCP plans who writes what and who reads what; the bytes of each rank are a shard like any other.
+DCP plans which rank writes and which rank reads which parts. The bytes that a rank writes are a
+shard like those of ``Checkpointer.save``. docs/DCP.md describes the use.
 """
 
 from __future__ import annotations

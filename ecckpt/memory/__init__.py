@@ -1,1 +1,1 @@
-"""Bytes in memory: the native module, views and copies of buffers, mapped files."""
+"""Raw memory: the native module, buffer views and copies, file mappings, private folders."""

@@ -1,4 +1,8 @@
-"""The native engines; absent when ecckpt was installed without a compiler."""
+"""The native engines, built from ``native/``; missing if ecckpt was installed without a compiler.
+
+All functions release the GIL while they work and trust their arguments: ``coding`` and
+``memory.buffers`` check them. The caller owns all buffers.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 def engine_names() -> list[str]:
-    """Return the engines this CPU can run, best first."""
+    """Return the names of the engines that this CPU can run, fastest first."""
 
 def code(
     engine: str,
@@ -20,16 +24,25 @@ def code(
     output_checksums: NDArray[np.uint32] | None,
     threads: int,
 ) -> None:
-    """Make outputs (outputs x coded_count coefficients), copies, and the CRC32C of each block.
+    """Compute outputs, copies and checksums in one pass.
 
-    Copies are none at all, or one (or None) for each input. The tables are both None, or have a row
-    for each input and output.
+    Args:
+        engine: one of ``engine_names()``.
+        coefficients: matrix of shape (outputs, coded_count), one byte per element, row-major.
+        inputs: arrays of equal length; the first ``coded_count`` are the columns of the matrix.
+        coded_count: how many inputs are combined into outputs; the others are only checksummed.
+        copies: empty, or one array (or None) for each input, which receives its bytes.
+        outputs: arrays of the same length; overwritten.
+        block_bytes: bytes that one checksum covers.
+        input_checksums: shape (inputs, blocks), overwritten; None if no checksums are wanted.
+        output_checksums: shape (outputs, blocks), overwritten; None if and only if the above is.
+        threads: the largest number of threads to use.
     """
 
 def copy_ranges(engine: str, ranges: NDArray[np.int64], threads: int) -> None:
-    """Copy (source address, target address, length) rows."""
+    """Copy memory; a row is (source address, target address, length in bytes)."""
 
 def checksum_spans(
     engine: str, spans: NDArray[np.int64], sums: NDArray[np.uint32], threads: int
 ) -> None:
-    """Put the CRC32C of each (address, length) row into sums."""
+    """Write the CRC32C of each span to ``sums``; a row is (address, length in bytes)."""

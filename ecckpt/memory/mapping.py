@@ -1,10 +1,15 @@
-"""Files in memory, mapped so that huge pages can be used, and given huge pages where possible.
+"""Memory mappings of tmpfs files, aligned for huge pages, and conversion of files to huge pages.
 
-A tmpfs hands out small pages unless it was mounted otherwise. Making 1 GiB of them takes half a
-second, mapping it 100 ms in every process that does it, and coding loses up to a quarter of its
-speed to the translation of addresses. Linux can gather the pages of a file into huge ones
-(MADV_COLLAPSE, 6.1), whatever the mount says, and where most of them are not there yet it has
-nothing to copy. A mapping profits if its address is a multiple of a huge page.
+The agent (``agent/storage/regions.py``) allocates regions with it, the client
+(``client/slot_mappings.py``) maps the slots that it saves into, and ``state/tensors/devices.py``
+registers those mappings with CUDA.
+
+A tmpfs allocates small pages (4 KiB) unless its mount options say otherwise. 1 GiB of small pages
+takes half a second to allocate and 100 ms to map in each process, and TLB misses cost coding up to
+a quarter of its speed. Linux 6.1 and later can collapse the pages of a file into huge pages
+(MADV_COLLAPSE, see madvise(2)), independent of the mount options. The kernel copies the pages that
+exist already, so it is cheapest on a file that is still nearly empty. A process maps a huge page as
+one only at an address that is a multiple of the huge page size.
 """
 
 from __future__ import annotations
@@ -24,8 +29,11 @@ from ecckpt.memory.buffers import COPY_THREADS, usable_threads
 
 HUGE_PAGE_BYTES = 2 << 20
 
-_PIECE_BYTES = 16 * HUGE_PAGE_BYTES  # what one thread makes at a time
+# The unit of work of one thread in `begin_huge`: large enough that a system call costs nothing in
+# comparison, small enough that the threads finish at about the same time.
+_PIECE_BYTES = 16 * HUGE_PAGE_BYTES
 
+# From <linux/mman.h> (x86-64 and aarch64); Python's mmap module does not have them.
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -40,19 +48,30 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-# The mappings by address, and what has to end before one of them does.
+# The live mappings of this process by address, each with the function to call before it is unmapped
+# (see `before_unmapping`).
 _mappings: dict[int, Callable[[], bool] | None] = {}
 
 
 def map_file(descriptor: int, size_bytes: int, *, private: bool = False) -> memoryview:
-    """The first ``size_bytes`` of an open file, writable and shared; unmapped with the last view.
+    """Map the first ``size_bytes`` of an open file, writable, at a multiple of the huge page size.
 
-    The file must be as long: touching what lies beyond its end would end the process. Its address
-    is a multiple of a huge page. What is written to a ``private`` mapping stays in this process; a
-    page that was not written to yet shows what others write to the file. Raises ``OSError``,
-    ``NotMapped`` where it is for want of memory.
+    The mapping belongs to the returned view and to all views and arrays derived from it. It is
+    unmapped when the last of them is garbage. The descriptor may be closed right after the call.
+
+    Args:
+        descriptor: a file open for reading and writing, at least ``size_bytes`` long. An access
+            beyond the end of the file kills the process with SIGBUS.
+        size_bytes: length of the mapping, at least 1.
+        private: writes stay in this process (copy on write). A page that this process has not
+            written yet still shows what other processes write to the file.
+
+    Raises:
+        NotMapped: the process may not have that much memory.
+        OSError: mmap(2) failed for another reason.
     """
-    # Room for the alignment is taken first and the file mapped into it: nobody else gets between.
+    # Reserve address space with room for the alignment, then map the file over the aligned part
+    # (MAP_FIXED). Another thread cannot take the range in between, because it stays reserved.
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_PAGE_BYTES
     nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     room = _map(None, room_bytes, 0, nothing, -1)
@@ -68,12 +87,13 @@ def map_file(descriptor: int, size_bytes: int, *, private: bool = False) -> memo
     _give_back(address + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, room + room_bytes)
     array = (ctypes.c_ubyte * size_bytes).from_address(address)
     _mappings[address] = None
+    # Not at exit: the kernel unmaps everything then, and views may still be in use by threads.
     weakref.finalize(array, _unmap, address, size_bytes).atexit = False
     return memoryview(array).cast("B")
 
 
 def mapping_of(view: memoryview) -> tuple[int, int] | None:
-    """Address and bytes of the mapping that ``view`` shows a part of; None of other memory."""
+    """Return (address, bytes) of the whole ``map_file`` mapping behind a view; None without one."""
     memory = view.obj
     if not isinstance(memory, ctypes.Array):
         return None
@@ -82,15 +102,20 @@ def mapping_of(view: memoryview) -> tuple[int, int] | None:
 
 
 def before_unmapping(address: int, end: Callable[[], bool]) -> None:
-    """Have ``end()`` called once, before the mapping at ``address`` goes; if false it never goes.
+    """Register ``end`` to be called once, before the mapping at ``address`` is unmapped.
 
-    It is called in whichever thread lets go of the last view, and not at the end of the process.
+    If ``end()`` returns False, the mapping stays for the life of the process: CUDA, for instance,
+    may still write to it. ``end`` runs in the thread that drops the last view, and does not run at
+    process exit. A second registration replaces the first.
     """
     _mappings[address] = end
 
 
 def lazy_bytes(size_bytes: int) -> mmap.mmap:
-    """Zeros that take memory only where they are written (or read); ``NotMapped``."""
+    """Map ``size_bytes`` of private zeros; the kernel allocates each page at its first access.
+
+    The caller owns the mapping. Raises ``NotMapped`` if the process may not have that much memory.
+    """
     try:
         return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -98,24 +123,25 @@ def lazy_bytes(size_bytes: int) -> mmap.mmap:
 
 
 def not_mapped(what: str, size_bytes: int) -> NotMapped:
-    """The error for memory that this process cannot have, with its limit."""
+    """Make the error for memory that the system refuses, with this process's RLIMIT_AS in it."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     return NotMapped(what, need_bytes=size_bytes, limit_bytes=limit_bytes)
 
 
 def fault_in(view: memoryview) -> None:
-    """Have all pages of a mapping at hand, so that no later access has to wait for one.
+    """Allocate and map all pages of a mapping now, so that no later access takes a page fault.
 
-    Raises ``OSError`` where that is impossible; before Linux 5.14 it always is.
+    Raises ``OSError`` if the kernel cannot do it; before Linux 5.14 it always raises.
     """
     _advise(view, _MADV_POPULATE_WRITE)
 
 
 def make_huge(view: memoryview) -> bool:
-    """Gather the pages of a mapping of ``map_file`` into huge ones; whether that worked.
+    """Collapse the pages of a ``map_file`` mapping into huge pages; return whether it worked.
 
-    Safe while others use the file. Takes 2 ms per MiB if the pages are there, a tenth of that for
-    ``begin_huge``, next to nothing once done.
+    Other processes may use the file meanwhile. It takes 2 ms per MiB where small pages exist and
+    have to be copied, a tenth of that on the nearly empty file of ``begin_huge``, and microseconds
+    where the pages are huge already.
     """
     try:
         _advise(view, _MADV_COLLAPSE)
@@ -125,42 +151,51 @@ def make_huge(view: memoryview) -> bool:
 
 
 def begin_huge(descriptor: int, view: memoryview) -> bool:
-    """Make an empty file out of huge pages, mapped as ``view``; whether that worked.
+    """Allocate huge pages for an empty file that is mapped as ``view``; return whether it worked.
 
-    Threads share what is large: the kernel has to clear every page. Where it did not work, and at
-    the end if that is no multiple of a huge page, pages are still missing. Raises ``OSError`` if
-    there is no room.
+    Up to ``COPY_THREADS`` threads share the work, because the kernel has to clear every page. The
+    caller allocates the rest with ``fault_in``: all small pages if this returns False, and the end
+    of a file whose length is not a multiple of the huge page size. Raises ``OSError`` if the tmpfs
+    has no room.
     """
 
-    def begin(piece: range) -> bool:
+    def allocate_piece(piece: range) -> bool:
         for start in piece:
-            os.pwrite(descriptor, b"\0", start)  # the kernel gathers only where there is something
+            # MADV_COLLAPSE skips a huge page range in which no small page exists yet.
+            os.pwrite(descriptor, b"\0", start)
         return make_huge(view[piece.start : piece.stop])
 
-    whole = range(0, len(view) - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
-    each = _PIECE_BYTES // HUGE_PAGE_BYTES
-    pieces = [whole[at : at + each] for at in range(0, len(whole), each)]
+    page_starts = range(0, len(view) - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
+    pages_per_piece = _PIECE_BYTES // HUGE_PAGE_BYTES
+    pieces = [
+        page_starts[at : at + pages_per_piece] for at in range(0, len(page_starts), pages_per_piece)
+    ]
     threads = min(len(pieces), usable_threads(COPY_THREADS))
     if threads > 1 and not address_space_is_limited():
+        # A RuntimeError means that no thread could be started: the calling thread does it all.
         no_thread = contextlib.suppress(RuntimeError)
         with no_thread, ThreadPoolExecutor(threads, thread_name_prefix="clear") as pool:
-            return all(list(pool.map(begin, pieces)))
-    return bool(pieces) and all(begin(piece) for piece in pieces)
+            return all(list(pool.map(allocate_piece, pieces)))
+    return bool(pieces) and all(allocate_piece(piece) for piece in pieces)
 
 
 def address_space_is_limited() -> bool:
-    """Whether a thread may find no memory for its first step: Python would wait for it for ever."""
+    """Return whether RLIMIT_AS limits this process; then start no threads.
+
+    A new thread that cannot allocate memory in its first step dies before it tells Python that it
+    has started, and ``Thread.start`` would wait for it for ever.
+    """
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _map(address: int | None, size_bytes: int, protection: int, flags: int, file: int) -> int:
-    found = _libc.mmap(address, size_bytes, protection, flags, file, 0)
-    if found == _FAILED:
+    mapped_at = _libc.mmap(address, size_bytes, protection, flags, file, 0)
+    if mapped_at == _FAILED:
         error = ctypes.get_errno()
         if error == errno.ENOMEM:
             raise not_mapped("a file in memory", size_bytes)
         raise OSError(error, f"cannot map {size_bytes:,} bytes")
-    return int(found)
+    return int(mapped_at)
 
 
 def _unmap(address: int, size_bytes: int) -> None:

@@ -1,4 +1,7 @@
-"""The native module, if it could be built, and which engine "auto" stands for in this process."""
+"""Whether the native module is installed, and the engine that "auto" selects in this process.
+
+``buffers``, ``coding`` and the agent's start-up (``cli/agent.py``) use it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ AUTO = "auto"
 
 
 def engines() -> tuple[str, ...]:
-    """Return the names of the engines usable here, best first; "zfec" is always the last."""
+    """Return the names of the engines that run on this CPU, fastest first; "zfec" is the last."""
     return (*_native.engine_names(), "zfec") if HAVE_NATIVE else ("zfec",)
 
 
 def resolved(engine: str) -> str:
-    """Return the name of a usable engine: the one named, or what "auto" stands for.
+    """Return the name of a usable engine; "auto" becomes the one that the process prefers.
 
     Raises:
-        InvalidCode: that engine is not usable here.
+        InvalidCode: this machine cannot run that engine.
     """
     usable = engines()
     name = _Process.engine if engine == AUTO else engine
@@ -31,22 +34,22 @@ def resolved(engine: str) -> str:
         return usable[0]
     if name not in usable:
         raise InvalidCode(
-            f"engine {name!r} is not usable here", hint=f"auto, {', '.join(usable)} are"
+            f"engine {name!r} is not usable here", hint=f"use one of auto, {', '.join(usable)}"
         )
     return name
 
 
 def prefer(engine: str) -> None:
-    """Make "auto" stand for that engine in this process ("auto": for the best one, as at first).
+    """Set the engine that "auto" selects in this process; "auto" resets it to the fastest one.
 
-    For the start of a program, with what its configuration says; ``config.py`` reads the
-    environment. Codecs that exist keep theirs.
+    A program calls it once, when it starts, with the engine from its configuration
+    (``client/config.py`` reads the environment). Codecs that exist already keep their engine.
 
     Raises:
-        InvalidCode: that engine is not usable here.
+        InvalidCode: this machine cannot run that engine.
     """
     _Process.engine = AUTO if engine == AUTO else resolved(engine)
 
 
-class _Process:
+class _Process:  # a class, so that `prefer` can set the process-wide choice without `global`
     engine = AUTO

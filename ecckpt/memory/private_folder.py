@@ -1,4 +1,8 @@
-"""Folders that no other user of the host can reach into."""
+"""Folders that only the current user can read, enter or change.
+
+The agent checks its root folder and its folder on disk with it, and whatever starts an agent (the
+client, ``ecckpt.testing``) checks the root folder first.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,14 @@ from ecckpt.errors import InvalidConfig
 
 
 def private_folder(path: Path) -> Path:
-    """Make ``path`` if it is not there, and be sure that nobody else can reach into it.
+    """Create ``path`` with mode 0700 if it is missing, and check that it is private; return it.
 
-    /dev/shm is open to all: whoever made the folder first could otherwise read, or be, the agent.
-    Raises ``InvalidConfig`` if it is another user's, a link, or open to others.
+    Every user of a host can create files in /dev/shm. Without the check, a user who creates the
+    folder first could read the checkpoints, or pose as the agent.
+
+    Raises:
+        InvalidConfig: the path belongs to another user, is a symbolic link, or gives other users
+            any permission.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()

@@ -1,1 +1,1 @@
-"""Rules: who holds what, what survives, what may go. Pure."""
+"""The rules of placement, survival, roll-backs and retention. Pure functions of their arguments."""

@@ -1,8 +1,9 @@
-"""Nodes and domains -> groups and holders. Pure.
+"""Placement: from nodes and failure domains to groups and holders. Pure.
 
-Groups are fixed and disjoint: with fragments scattered over random nodes, some set of m + 2 nodes
-would be fatal almost anywhere, with groups only those within one group are (the copyset argument,
-Cidon et al., USENIX ATC 2013).
+Groups are fixed and disjoint. If fragments were scattered over random nodes, almost any set of m +
+2 lost nodes would lose some shard; with groups, only m + 2 nodes of one group do (the copyset
+argument, Cidon et al., USENIX ATC 2013). Used by the client when it joins, by repairs, and by
+simulations.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPELLING = re.compile(r"\s*([0-9]{1,9})\s*\+\s*([0-9]{1,9})\s*")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A host as placement sees it: its id and what it fails together with."""
+    """A node as placement sees it: its id, and the domain that it fails together with."""
 
     id: str
     domain: str
@@ -30,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """RS(k, m): k data and m parity fragments. ``holders`` is 0 for a single node."""
+    """RS(k, m): k data and m parity fragments. ``holders`` is k + m, or 0 for a single node."""
 
     k: int
     m: int
@@ -40,13 +41,13 @@ class Code:
         return f"RS({self.k}, {self.m})" if self.holders else "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Which nodes hold the fragments of which home.
 
-    ``holders[home]`` lists n nodes: entry i keeps fragment i of every shard of that home.
-    ``nodes_survived`` and ``domains_survived`` are how many nodes (or whole domains) may be lost
-    at once, whichever they are, with every shard still there.
+    ``holders[home]`` lists n nodes: entry i keeps fragment i of every shard of that home. Any
+    ``nodes_survived`` nodes, or any ``domains_survived`` whole domains, may be lost at once, and
+    every shard can still be restored.
     """
 
     code: Code
@@ -56,7 +57,7 @@ class Placement:
     domains_survived: int
 
     def ring(self, home: str) -> tuple[Node, ...]:
-        """The other nodes of a home's group, in ring order: its holders, then those to spare."""
+        """The other nodes of a home's group in ring order: its holders, then the spare nodes."""
         group, at = self._places[home]
         return (*group[at + 1 :], *group[:at])
 
@@ -82,10 +83,10 @@ class Placement:
 
 
 def parse_code(spec: CodeSpec, node_count: int) -> Code:
-    """The code that ``spec`` asks for, on that many nodes.
+    """The code that ``spec`` asks for on that many nodes.
 
     ``spec`` is ``"auto"``, ``(k, m)`` or ``"k+m"``. Raises ``InvalidCode`` for anything else and
-    for k + m > 256, ``TooFewNodes`` when there are fewer than k + m + 1 nodes.
+    for k + m > 256, and ``TooFewNodes`` if there are fewer than k + m + 1 nodes.
     """
     if spec == "auto":
         return _auto_code(node_count)
@@ -120,16 +121,22 @@ def _auto_code(node_count: int) -> Code:
 
 
 def plan_placement(nodes: Iterable[Node], code: Code) -> Placement:
-    """Groups and holders for these nodes: the same on every rank, whatever the order given.
+    """Groups and holders for these nodes: the same on every rank, in whichever order they come.
 
-    Raises ``DuplicateNode`` and, where an explicit code needs more nodes, ``TooFewNodes``.
+    Raises ``DuplicateNode`` and, if an explicit code needs more nodes, ``TooFewNodes``.
     """
     ordered = sorted(nodes, key=lambda node: (node.domain, node.id))
     for node, count in Counter(node.id for node in ordered).items():
         if count > 1:
             raise DuplicateNode(node, [f"{count} entries of the node list"])
     if not code.holders:
-        return Placement(code, (tuple(ordered),), {node.id: () for node in ordered}, 0, 0)
+        return Placement(
+            code=code,
+            groups=(tuple(ordered),),
+            holders={node.id: () for node in ordered},
+            nodes_survived=0,
+            domains_survived=0,
+        )
     if len(ordered) < code.holders + 1:
         raise TooFewNodes(have=len(ordered), need=code.holders + 1, code=str(code))
     groups = _deal(ordered, len(ordered) // (code.holders + 1))
@@ -140,11 +147,17 @@ def plan_placement(nodes: Iterable[Node], code: Code) -> Placement:
     }
     crowd = max(max(Counter(node.domain for node in group).values()) for group in groups)
     survived = code.m + 1
-    return Placement(code, groups, holders, survived, survived // crowd)
+    return Placement(
+        code=code,
+        groups=groups,
+        holders=holders,
+        nodes_survived=survived,
+        domains_survived=survived // crowd,
+    )
 
 
 def _deal(ordered: Sequence[Node], group_count: int) -> tuple[tuple[Node, ...], ...]:
-    """Deal nodes like cards, domain by domain, so that every group gets its even share of each."""
+    """Deal the nodes to the groups in turn, domain by domain: each group gets its share of each."""
     hands: list[list[Node]] = [[] for _ in range(group_count)]
     for at, node in enumerate(ordered):
         hands[at % group_count].append(node)
@@ -152,7 +165,7 @@ def _deal(ordered: Sequence[Node], group_count: int) -> tuple[tuple[Node, ...], 
 
 
 def _interleave(group: Sequence[Node]) -> list[Node]:
-    """Order a ring so that neighbours are of different domains as long as there are several."""
+    """Order a ring so that neighbours differ in domain while more than one domain is left."""
     seen: Counter[str] = Counter()
     turns: dict[int, list[Node]] = defaultdict(list)
     for node in group:
@@ -176,11 +189,13 @@ def plan_repair(
 ) -> dict[int, str]:
     """Where the fragments that a shard lacks should go: index -> node.
 
-    ``present`` says which living nodes have which fragment, ``nodes`` maps those that could take
-    one to their domains, the preferred first; those that are ``near`` come before all others. A
-    missing fragment goes to its regular holder if that node has none of this shard yet, else to
-    another node that has none, of a domain with the least of the shard. What finds no node is left
-    out: two fragments on one node would not add a node's worth of margin.
+    ``present`` says which answering nodes have which fragment. ``nodes`` maps the nodes that could
+    take one to their domains, the preferred first; nodes that are ``near`` come before all others.
+
+    A missing fragment goes to its regular holder if that node can take one and has none of this
+    shard. Otherwise it goes to another node that has none, in a domain with the fewest pieces of
+    the shard. If no node is left, the fragment is not placed: a second fragment on a node adds
+    nothing to the number of node losses that the shard survives.
     """
     taken = {node for at in present.values() for node in at} | {home}
     missing = [index for index in range(indices) if not present.get(index)]

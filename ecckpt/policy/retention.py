@@ -1,4 +1,7 @@
-"""Which generations stay on disk, and when one is there. Pure."""
+"""Which generations stay on disk, and when a generation counts as stored. Pure.
+
+Used by rank 0, which decides for all disks (client/save/archive_protocol.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ecckpt.policy.rollbacks import RollBack, abandoned_by
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The last ``last`` generations, and every one whose step ``every_steps`` divides (0: none)."""
+    """Keep the last ``last`` generations, and each whose step ``every_steps`` divides (0: none)."""
 
     last: int = 1
     every_steps: int = 0
@@ -28,10 +31,10 @@ class Keep:
     def of(
         self, stored: Iterable[Generation], roll_backs: Sequence[RollBack]
     ) -> tuple[Generation, ...]:
-        """Those of the stored generations that stay, oldest first.
+        """The stored generations that stay, oldest first.
 
-        What somebody went back before on purpose takes no place among them. The newest that counts
-        always stays.
+        Generations that a roll-back abandons do not stay and do not count toward ``last``. The
+        newest of the others always stays.
         """
         counting = sorted({each for each in stored if abandoned_by(each, roll_backs) is None})
         newest = set(counting[-self.last :])
@@ -45,8 +48,8 @@ class Keep:
 def ranks_short(pieces: Iterable[tuple[int, int]], *, ranks: int, least: int) -> tuple[int, ...]:
     """Ranks whose shard is not on enough disks yet.
 
-    ``pieces`` are (rank, index) of files that are there, of all nodes; ``least`` is how many
-    different fragments a shard needs, 0 if it has no holders and its home copy has to be there.
+    ``pieces`` are (rank, index) of the files on all nodes. ``least`` is how many different
+    fragments a shard needs; 0 if it has no holders, and then its home copy is needed.
     """
     fragments: dict[int, set[int]] = defaultdict(set)
     homes: set[int] = set()

@@ -1,8 +1,8 @@
-"""Which generations somebody has left on purpose: roll-backs, and what they abandon. Pure.
+"""Roll-backs: restores of an older state that was asked for, and what they abandon. Pure.
 
-A restart by itself abandons nothing: what it could not reach may be back tomorrow. A restore of a
-given step or generation does: whoever asked for an older state does not want the newer one back
-after the next crash.
+A restart by itself abandons nothing: generations that it could not reach may be reachable tomorrow.
+A restore of a given step or generation does abandon the newer ones: the user does not want them
+back after the next crash.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True, order=True, slots=True)
 class RollBack:
-    """Somebody asked for ``target``, and ``timeline`` began there.
+    """The user asked for ``target``, and ``timeline`` continues it.
 
-    What older timelines made after ``target`` is abandoned: still there, still to be had by name,
-    but nothing that a restart takes by itself.
+    Generations after ``target`` on older timelines are abandoned: they are kept and can be restored
+    by name, but a restart does not choose them.
     """
 
     timeline: int
     target: Generation
 
     def abandons(self, generation: Generation) -> bool:
-        """Whether the generation lies between the target and the timeline that began there."""
+        """Whether the generation lies after the target and before ``timeline``."""
         return self.target < generation and generation.timeline < self.timeline
 
 
 def in_force(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
-    """Those that still count, newest first, without repeats; at most 64.
+    """The roll-backs that still count, newest first, without repeats; at most 64.
 
-    A roll-back made on a timeline that a newer one abandoned is void: going back to 300 and then,
-    by name, to the 5000 left before means that 5000 is wanted again.
+    A roll-back that was made on a timeline which a newer roll-back abandons is void. Example: the
+    user goes back from 5000 to 300, and later asks for 5000 by name; then 5000 is wanted again.
     """
     counting: list[RollBack] = []
     for each in sorted(set(roll_backs), reverse=True):

@@ -1,8 +1,9 @@
-"""Inventories -> RecoveryPlan: what survives, and the newest generation all shards can reach. Pure.
+"""From inventories to a ``RecoveryPlan``: what survives, and which generation to restore. Pure.
 
-The plan is a value: it can be printed, asked "what if these nodes died?" (leave their inventories
-out) and tested over every pattern of loss. It deletes nothing and takes absence for absence, not
-for proof of loss.
+The plan is a value. It can be printed, asked what would be left without some nodes (leave their
+inventories out), and tested over every pattern of loss. Files that no inventory lists may still
+exist on a node that did not answer, so nothing is deleted because of a plan. Used by restores, by
+the tools of client/admin and by the CLI.
 """
 
 from __future__ import annotations
@@ -10,27 +11,38 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Literal
 
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation
 from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
 
-Class = Literal["complete", "recoverable", "lost"]
+
+class Survival(StrEnum):
+    """How well a shard, or the generation that it belongs to, has survived.
+
+    ``COMPLETE``: a home copy and every fragment are there. ``RECOVERABLE``: some of them are
+    missing, and the rest suffices. ``LOST``: the rest does not suffice.
+    """
+
+    COMPLETE = "complete"
+    RECOVERABLE = "recoverable"
+    LOST = "lost"
+
 
 UNREADABLE_DISK = "disk"
-"""The name in ``rejected`` of a disk as a whole."""
+"""Key in ``rejected`` for a disk that cannot be used at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one agent holds of one run: ``headers`` of files in memory, and of those on ``disk``.
+    """What one agent holds of one run: ``headers`` of files in memory, and of files on ``disk``.
 
-    ``stored`` are the generations, oldest first, that it was told are on disk everywhere, and
-    stay. ``rejected`` maps a file's name to why it was not taken.
+    ``stored`` are the generations, oldest first, that the agent was told are on disk everywhere and
+    kept. ``rejected`` maps the name of a file that was not adopted to the reason.
     """
 
     node: str
@@ -43,45 +55,45 @@ class Inventory:
     rejected: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardReport:
     """What is left of one shard.
 
-    ``margin`` is how many more node losses it survives, whichever nodes they are; -1 when lost.
-    ``header`` is that of a home copy; None: nothing was found. ``fragments`` maps index -> nodes
-    that have it; ``homes`` are the nodes with a whole copy.
+    ``margin`` is how many more node losses it survives, whichever nodes they are; -1 if it is lost.
+    ``header`` has the index of a home copy; it is None if nothing was found. ``fragments`` maps an
+    index to the nodes that have the fragment; ``homes`` are the nodes with a home copy.
     """
 
     rank: int
-    state: Class
+    state: Survival
     margin: int
     header: Header | None
     homes: tuple[str, ...]
     fragments: Mapping[int, tuple[str, ...]]
 
     def why(self) -> str:
-        """One clause for people."""
+        """One clause for people: what was found."""
         if self.header is None:
             return f"rank {self.rank}: nothing of it was found"
         have, need = len(self.fragments), self.header.k
         return f"rank {self.rank}: {have} of {need} needed fragments, {len(self.homes)} home copies"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationReport:
-    """One generation: as bad as its worst shard; ``abandoned`` by whoever went back before it."""
+    """One generation, as bad as its worst shard. ``abandoned``: the roll-back that abandons it."""
 
     generation: Generation
     parent: Generation | None
     world_size: int
-    state: Class
+    state: Survival
     margin: int
     shards: tuple[ShardReport, ...]
     abandoned: RollBack | None
 
     def why(self) -> str:
-        """Why it is not restored, or not by itself; empty when it may be."""
-        lost = [shard for shard in self.shards if shard.state == "lost"]
+        """Why it is not restored, or only by name; empty if a restart may choose it."""
+        lost = [shard for shard in self.shards if shard.state is Survival.LOST]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         if lost:
             some = "; ".join(shard.why() for shard in lost[:4])
@@ -94,12 +106,12 @@ class GenerationReport:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryPlan:
-    """All generations of a run that left a trace, newest first, and the one to restore.
+    """All generations of a run with a trace, newest first, and the one that is ``chosen``.
 
-    ``ruins`` are traces that no generation could be made of: something was there, so finding
-    nothing to restore is no proof of a first start.
+    ``ruins`` are traces that belong to no generation here. They show that something existed, so an
+    empty plan with ruins does not prove a first start.
     """
 
     run: str
@@ -111,7 +123,7 @@ class RecoveryPlan:
     roll_backs: tuple[RollBack, ...]
 
     def rejected(self) -> dict[str, str]:
-        """Generations newer than the chosen one that were not taken -> why."""
+        """Generations newer than the chosen one that were not chosen -> why."""
         return {
             str(report.generation): report.why() or "refused"
             for report in self.generations
@@ -128,11 +140,11 @@ def plan_recovery(
     generation: Generation | None = None,
     refused: Collection[Generation] = (),
 ) -> RecoveryPlan:
-    """Class every generation of ``run`` and choose the newest that all its shards can reach.
+    """Classify every generation of ``run``, and choose the newest that all shards survive in.
 
-    What somebody went back before on purpose is chosen only by name: by ``step`` (its newest
-    timeline, rather one that is not abandoned) or ``generation``. ``refused`` are generations that
-    were tried and found bad.
+    A generation that a roll-back abandons is chosen only by name: by ``generation``, or by ``step``
+    (the newest timeline with that step, preferably one that is not abandoned). ``refused`` are
+    generations that were tried and failed.
     """
     inventories = list(inventories)
     found = _found(run, inventories)
@@ -153,7 +165,7 @@ def plan_recovery(
     candidates = [
         report
         for report in reports
-        if report.state != "lost"
+        if report.state is not Survival.LOST
         and report.generation not in refused
         and step in (None, report.generation.step)
         and generation in (None, report.generation)
@@ -161,9 +173,14 @@ def plan_recovery(
     chosen = next((report for report in candidates if not report.abandoned), None)
     if chosen is None and candidates and (step is not None or generation is not None):
         chosen = candidates[0]
-    ruins = _ruins(inventories, found)
     return RecoveryPlan(
-        run, reports, chosen, newest_timeline, frozenset(refused), ruins, roll_backs
+        run=run,
+        generations=reports,
+        chosen=chosen,
+        newest_timeline=newest_timeline,
+        refused=frozenset(refused),
+        ruins=_ruins(inventories, found),
+        roll_backs=roll_backs,
     )
 
 
@@ -171,9 +188,9 @@ def plan_recovery(
 class OnDisk:
     """Generations on disk, oldest first.
 
-    ``told`` are those that some agent was told of; where nodes are away, not all of them may be
-    had now. ``seen`` are those that are there, told or not: whoever counted them may have died
-    before.
+    ``told``: generations that an agent was told are on disk everywhere; while nodes are away, some
+    of them cannot be restored. ``seen``: generations whose shards are found on enough disks now,
+    told or not: the rank that counted them may have died before it told the agents.
     """
 
     told: tuple[Generation, ...] = ()
@@ -181,14 +198,16 @@ class OnDisk:
 
 
 def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
-    """What a loss of power of all nodes would leave, with as much of it as a save wants."""
+    """Which generations would survive a loss of power of all nodes, with every shard on disk."""
     inventories = list(inventories)
     told = max(
         (inventory.stored for inventory in inventories if inventory.stored),
         key=lambda stored: (stored[-1], len(stored)),
         default=(),
     )
-    without_memory = [replace(inventory, headers=Headers.of(())) for inventory in inventories]
+    without_memory = [
+        replace(inventory, headers=Headers.from_headers(())) for inventory in inventories
+    ]
     found = plan_recovery(run, without_memory).generations
     seen = (report.generation for report in found if all(map(_is_stored, report.shards)))
     return OnDisk(told, tuple(sorted(seen)))
@@ -197,7 +216,7 @@ def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
 def _is_stored(shard: ShardReport) -> bool:
     if shard.header is None:
         return False
-    # With a single fragment, which is the shard, the home copy does as well.
+    # With n = 1 the fragment is the shard, so a home copy is as good.
     have = len(shard.fragments) + (bool(shard.homes) and shard.header.n == 1)
     return have >= shard.header.k
 
@@ -205,7 +224,8 @@ def _is_stored(shard: ShardReport) -> bool:
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
     ruins: dict[str, str] = {}
     inventories = list(inventories)
-    # A run leaves traces on several nodes: one disk that cannot be read hides none from all.
+    # A run leaves traces on several nodes. Disks that cannot be read hide a run only if no disk can
+    # be read.
     hidden = all(UNREADABLE_DISK in inventory.rejected for inventory in inventories)
     for inventory in inventories:
         if inventory.committed is not None and inventory.committed not in found:
@@ -218,15 +238,17 @@ def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> d
 
 
 _Piece = tuple[int, tuple[str, ...]]
-"""The index of a file, and the node that has it."""
+"""The index of a file, and a tuple of the one node that has it."""
 
 _Found = list[tuple[Header, list[_Piece]]]
-"""What there is of one shard; in most cases all files have one and the same header."""
+"""The headers found of one shard, each with its files; usually there is one header."""
 
 
 def _found(run: str, inventories: Iterable[Inventory]) -> dict[Generation, dict[int, _Found]]:
-    """Generation -> rank -> what there is of it, in the order of the nodes' names."""
-    # Most headers are the same objects: told apart by that, each is looked at once.
+    """Generation -> rank -> what was found of the shard, in the order of the nodes' names."""
+    # Files of a shard mostly share one header object (format/header_columns.py). Grouped by
+    # identity, each object is looked at once; the inventories of a large run list hundreds of
+    # thousands of files.
     headers: dict[int, Header] = {}
     pieces: dict[int, list[_Piece]] = defaultdict(list)
     for inventory in sorted(inventories, key=attrgetter("node")):
@@ -248,37 +270,47 @@ def _report(
 ) -> GenerationReport:
     sample = next(header for found in ranks.values() for header, _ in found)
     shards = tuple([_shard(rank, ranks.get(rank, [])) for rank in range(sample.world_size)])
-    states = {shard.state for shard in shards}
-    state: Class = (
-        "lost" if "lost" in states else "recoverable" if "recoverable" in states else "complete"
-    )
     return GenerationReport(
-        generation,
-        sample.parent,
-        sample.world_size,
-        state,
-        min(shard.margin for shard in shards),
-        shards,
-        abandoned,
+        generation=generation,
+        parent=sample.parent,
+        world_size=sample.world_size,
+        state=_worst({shard.state for shard in shards}),
+        margin=min(shard.margin for shard in shards),
+        shards=shards,
+        abandoned=abandoned,
     )
+
+
+def _worst(states: Collection[Survival]) -> Survival:
+    if Survival.LOST in states:
+        return Survival.LOST
+    return Survival.RECOVERABLE if Survival.RECOVERABLE in states else Survival.COMPLETE
 
 
 def _shard(rank: int, found: _Found) -> ShardReport:
     if not found:
-        return ShardReport(rank, "lost", -1, None, (), {})
+        return ShardReport(
+            rank=rank, state=Survival.LOST, margin=-1, header=None, homes=(), fragments={}
+        )
     header, pieces = found[0] if len(found) == 1 else _agreed(found)
     fragments = dict(sorted(pieces))
     if len(fragments) < len(pieces):
         fragments = _places(pieces)
     homes = fragments.pop(HOME, ())
     margin = margin_of(header.k, homes, fragments)
-    whole = homes and len(fragments) == header.n
-    state: Class = "lost" if margin < 0 else "complete" if whole else "recoverable"
-    return ShardReport(rank, state, margin, header, homes, fragments)
+    if margin < 0:
+        state = Survival.LOST
+    elif homes and len(fragments) == header.n:
+        state = Survival.COMPLETE
+    else:
+        state = Survival.RECOVERABLE
+    return ShardReport(
+        rank=rank, state=state, margin=margin, header=header, homes=homes, fragments=fragments
+    )
 
 
 def _places(pieces: Iterable[_Piece]) -> dict[int, tuple[str, ...]]:
-    """Index -> nodes, each once: what it has in memory and on disk is lost with it."""
+    """Index -> nodes, each once: a node's copies in memory and on disk are lost together."""
     nodes: dict[int, tuple[str, ...]] = {}
     for index, node in sorted(set(pieces)):
         nodes[index] = nodes.get(index, ()) + node
@@ -288,7 +320,8 @@ def _places(pieces: Iterable[_Piece]) -> dict[int, tuple[str, ...]]:
 def _agreed(found: _Found) -> tuple[Header, list[_Piece]]:
     """The header of a shard, and its files.
 
-    Headers that disagree on the shard's shape never mix: the shape most files agree on wins.
+    Files whose headers disagree on the shape of the shard are never mixed: the shape of most files
+    wins.
     """
     alike: _Found = []
     for header, pieces in found:
@@ -317,13 +350,14 @@ def _shape(header: Header) -> _Shape:
 def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection[str]]) -> int:
     """Node losses that the shard survives, whichever nodes they are; never too many.
 
-    All homes must go first. Then so many fragments that k - 1 are left, those with the fewest
-    copies; a node takes along no more copies than it holds. Exact while no fragment has copies.
+    To lose the shard, all homes must go, and then fragments until k - 1 are left. The cheapest are
+    those with the fewest copies; a node that is lost takes along no more copies than it holds. The
+    result is exact while no fragment has copies.
     """
     holders = [node for at in fragments.values() for node in at]
     if len(holders) == len(fragments) == len({*homes, *holders}) - len(homes) and all(
         fragments.values()
-    ):  # as it mostly is, and quickly told: no copies, and no node with two pieces
+    ):  # the common case, quickly recognised: no copies, and no node with two pieces
         return len(homes) + max(0, len(fragments) - k + 1) - 1
     lost = set(homes)
     left = [nodes for at in fragments.values() if (nodes := set(at) - lost)]
@@ -340,7 +374,7 @@ def margin_of(k: int, homes: Collection[str], fragments: Mapping[int, Collection
 
 @dataclass(frozen=True, slots=True)
 class ShardSources:
-    """Which nodes have a shard whole, and which hold its fragments."""
+    """Which nodes have a home copy of a shard, and which hold its fragments."""
 
     header: Header
     homes: tuple[str, ...]
@@ -348,9 +382,9 @@ class ShardSources:
 
 
 def sources_of(chosen: GenerationReport) -> tuple[ShardSources, ...]:
-    """Where the shards of a generation that can be restored are, in the order of their ranks."""
+    """The sources of the shards of a generation that can be restored, in the order of ranks."""
     return tuple(
         ShardSources(shard.header, shard.homes, shard.fragments)
         for shard in chosen.shards
-        if shard.header is not None  # of a chosen generation, every shard has one
+        if shard.header is not None  # true for every shard of a chosen generation
     )

@@ -1,1 +1,1 @@
-"""What ranks and agents say to each other: messages, HTTP, pulls."""
+"""The protocol between ranks and agents: messages, verbs, HTTP, pulls (docs/PROTOCOL.md)."""

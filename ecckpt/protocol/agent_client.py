@@ -1,4 +1,8 @@
-"""One agent, as seen from elsewhere: its requests, as docs/PROTOCOL.md has them."""
+"""A client of one agent: its requests, as docs/PROTOCOL.md has them.
+
+Ranks use it for their own agent and for others, agents for their peers, and the tools for all.
+Verbs are called by the table in verbs.py; the other paths have a method each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from ecckpt import errors
 from ecckpt.errors import InvalidMessage, RequestRefused, VersionMismatch
 from ecckpt.format.fragment_file import FORMAT_VERSION, Header, parse_table
 from ecckpt.format.ids import ShardId
-from ecckpt.protocol import http
+from ecckpt.protocol import deadlines, http
 from ecckpt.protocol.encoding import (
     MESSAGE_LIMIT_BYTES,
     PROTOCOL_VERSION,
@@ -29,17 +33,20 @@ from ecckpt.protocol.parallel_ranges import pull_ranges, ranges_of
 from ecckpt.protocol.verbs import A, M, Verb
 
 
-def peer_client(address: str, token: str, *, timeout_s: float = 10.0) -> AgentClient:
+def peer_client(
+    address: str, token: str, *, timeout_s: float = deadlines.CALL_TIMEOUT_S
+) -> AgentClient:
     """A client of another node's agent, at an address that came over the network.
 
-    Raises ``InvalidConfig`` for anything but ``host:port``: nobody gets at Unix sockets here.
+    Raises ``InvalidConfig`` for anything but ``host:port``: an address from the network must not
+    reach Unix sockets of this host.
     """
     split_address(address)
     return AgentClient(address, token, timeout_s)
 
 
 def shard_path(shard: ShardId) -> str:
-    """The path under which an agent serves what it has of a shard."""
+    """The path under which an agent serves its files of a shard."""
     return f"/v1/runs/{quote(shard.run)}/shards/{shard.generation}/{shard.rank}"
 
 
@@ -47,22 +54,22 @@ def shard_path(shard: ShardId) -> str:
 class AgentClient:
     """Requests to the agent at ``address`` (``host:port`` or ``unix:/path``).
 
-    Every method raises ``AgentUnreachable`` when there is no answer within its deadline,
-    the agent's own error (``Fenced``, ``MemoryBudgetTooSmall``, ...) or ``RequestRefused`` when it
-    says no, and ``InvalidMessage`` when it talks nonsense.
-    Holds no connection between calls.
+    Every method raises ``AgentUnreachable`` if there is no answer within its deadline, the agent's
+    own error (``Fenced``, ``MemoryBudgetTooSmall``, ...) or ``RequestRefused`` if the agent
+    refuses, and ``InvalidMessage`` if the answer does not follow the protocol. No connection is
+    kept between calls.
     """
 
     address: str
     token: str = ""
-    timeout_s: float = 10.0
+    timeout_s: float = deadlines.CALL_TIMEOUT_S
 
     def node(self) -> NodeInfo:
-        """Who it is; ``VersionMismatch`` if it speaks another protocol or format."""
+        """Who the agent is; ``VersionMismatch`` if it has another protocol or format version."""
         status, body = self._exchange("GET", "/v1/node")
         if status != 200:
             raise self._refusal(status, body)
-        version = version_of(body)  # before the rest, which another version may shape anew
+        version = version_of(body)  # first: another version may have other fields
         if version != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"agent {self.address} (protocol)", found=version, known=PROTOCOL_VERSION
@@ -74,9 +81,9 @@ class AgentClient:
         return info
 
     def call(self, verb: Verb[M, A], message: M, *, timeout_s: float = 0.0) -> A:
-        """Ask for something by one of protocol/verbs.py; the run is the message's own.
+        """Call one of the verbs of protocol/verbs.py; the run is taken from the message.
 
-        ``timeout_s`` replaces the client's patience and what the verb adds to it.
+        ``timeout_s`` replaces the client's timeout and what the verb adds to it.
         """
         timeout_s = timeout_s or self.timeout_s + verb.extra_s(message)
         if verb.is_read:
@@ -90,7 +97,7 @@ class AgentClient:
         return unpack_message(verb.answer, answer)
 
     def status(self) -> dict[str, Any]:
-        """The status for people, as JSON."""
+        """The status for people and tools, as JSON."""
         status, body = self._exchange("GET", "/v1/status")
         if status != 200:
             raise RequestRefused(self.address, status, body.decode(errors="replace")[:200])
@@ -111,19 +118,26 @@ class AgentClient:
         *,
         offset: int = 0,
         timeout_s: float,
-        patience_s: float = http.IDLE_TIMEOUT_S,
+        patience_s: float = deadlines.IDLE_TIMEOUT_S,
         pace: http.Pace | None = None,
         wanted: Callable[[], bool] | None = None,
         last: bool = False,
         early: bool = False,
         connections: int = 1,
     ) -> None:
-        """Fill ``target`` with a fragment's bytes from ``offset`` on, unverified.
+        """Fill ``target`` with a fragment's bytes from ``offset`` on. They are not verified.
 
-        ``last``: from the disk rather than from memory, if it has both; ``early``: even if it is
-        still being encoded. What is large is pulled over so many ``connections`` at once. Raises
-        ``AgentUnreachable`` if nothing comes for ``patience_s``, ``TooSlow`` once it is no longer
-        ``wanted``.
+        Args:
+            shard, index: the fragment.
+            target: filled completely; its content is undefined after an error.
+            offset: where in the fragment the bytes begin.
+            timeout_s: for the whole pull.
+            patience_s: ``AgentUnreachable`` is raised if no byte comes for this long.
+            pace: is told how many bytes came, and returns when more may come.
+            wanted: asked after each read; ``TooSlow`` is raised once it returns False.
+            last: prefer the copy on disk to the one in memory.
+            early: also if the home copy is still being encoded.
+            connections: large targets are pulled over up to so many connections at once.
         """
         query = "?last" if last else "?early" if early else ""
         path = f"{shard_path(shard)}/fragments/{index}{query}"
@@ -148,7 +162,7 @@ class AgentClient:
             pull(ranges[0], wanted)
 
     def shutdown(self) -> None:
-        """End the agent; what it holds stays in its folder (only from its own node)."""
+        """End the agent's process; its folder keeps what it holds. Only from its own node."""
         status, body = self._exchange("POST", "/v1/shutdown", b"")
         if status != 200:
             raise self._refusal(status, body)

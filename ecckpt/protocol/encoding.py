@@ -1,4 +1,7 @@
-"""Bytes of messages: small msgpack maps, checked field by field. Pure."""
+"""The bytes of messages: small msgpack maps, checked field by field when they are read. Pure.
+
+The annotations of a message's fields say what is valid; there is no other schema.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from ecckpt.format.ids import Generation
 
 PROTOCOL_VERSION = 7
 REQUEST_LIMIT_BYTES = 8 << 20
-MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the cluster
+MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the number of ranks
 
 T = TypeVar("T")
 
 
 def run_of(message: Any) -> str:
-    """The run that a request is about, wherever it says so."""
+    """The run that a request is about: its own ``run``, or that of its header or shard."""
     if hasattr(message, "header"):
         message = message.header.shard
     elif hasattr(message, "shard"):
@@ -45,12 +48,12 @@ def version_of(body: bytes) -> int:
 
 
 def pack_message(message: Any) -> bytes:
-    """The bytes of a message (any dataclass of this package)."""
+    """The bytes of a message: any dataclass of protocol/messages."""
     return typing.cast(bytes, msgpack.packb(message, default=_plain))
 
 
 def unpack_message(kind: type[T], body: bytes) -> T:
-    """The message of that kind in ``body``; ``InvalidMessage`` if it is none."""
+    """The message of class ``kind`` in ``body``; ``InvalidMessage`` if it is not one."""
     if len(body) > MESSAGE_LIMIT_BYTES:
         raise InvalidMessage(f"message of {len(body)} bytes, limit {MESSAGE_LIMIT_BYTES}")
     try:
@@ -61,7 +64,7 @@ def unpack_message(kind: type[T], body: bytes) -> T:
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack does not know, made of what it does."""
+    """Convert a value that msgpack does not know to values that it knows."""
     kind: Any = type(value)
     write = _WRITERS.get(kind)
     if write is not None:
@@ -91,7 +94,7 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-@cache  # to find them out takes ten times as long as all else that is done here
+@cache  # ``get_type_hints`` takes ten times as long as reading a message
 def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
@@ -152,7 +155,8 @@ def _headers(kind: Any, value: Any, where: str) -> Headers:
 _N = operator.attrgetter("n")
 
 
-# Nodes tell the same of a shard, whose header is read once: that of 8 generations of 16,384 ranks.
+# Several nodes send the same header of a shard; it is parsed once, and its files share one object.
+# The cache has room for 8 generations of 16,384 ranks.
 @lru_cache(maxsize=1 << 17)
 def _packed_header(body: bytes) -> Header:
     if len(body) > SUPERBLOCK_BYTES:
@@ -210,7 +214,7 @@ def _message(kind: Any, value: Any, where: str) -> Any:
 
 
 def _fields(kind: Any, value: Any, where: str) -> dict[str, Any]:
-    """``value``, a map with the fields of a message and no others."""
+    """``value`` as a map with the fields of a message and no others."""
     plain: dict[str, Any] = _expect(dict, value, where)
     names = _hints(kind).keys()
     if plain.keys() != names:

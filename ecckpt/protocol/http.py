@@ -1,7 +1,7 @@
-"""HTTP/1.1 as the pull transport: bounded requests, and ranges read straight into mapped memory.
+"""HTTP/1.1 as a client: bounded requests, and byte ranges read straight into mapped memory.
 
-An address is ``host:port`` or ``unix:/path``. Every call has one deadline for all of it; a peer
-that answers a byte at a time is cut off like one that does not answer.
+An address is ``host:port`` or ``unix:/path``. A call has one deadline for all of it, so a peer that
+answers a byte at a time is cut off like one that does not answer. Used by agent_client.py.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ecckpt.errors import AgentUnreachable, CorruptFragment, InvalidConfig, RequestRefused, TooSlow
+from ecckpt.protocol import deadlines
 
-IDLE_TIMEOUT_S = 10.0
 _READ_BYTES = 8 << 20
-_PACED_READ_BYTES = 256 << 10  # smooth, not in bursts
+_PACED_READ_BYTES = 256 << 10  # small, so that a paced pull is even and not in bursts
 _ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9.:%_-]+\]|[0-9A-Fa-f:.]+):([0-9]{1,5})")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
-# Told how many bytes have come; returns when more may.
+# Is called with the number of bytes that came; returns when more may come.
 Pace = Callable[[int], None]
 
 
 class _Socket(socket.socket):
-    """A socket that receives nothing after ``deadline_s``, however slowly it trickles in."""
+    """A socket that receives nothing after ``deadline_s``, also if bytes trickle in."""
 
     deadline_s = math.inf
     idle_s = math.inf
@@ -57,15 +57,16 @@ class _TcpConnection(http.client.HTTPConnection):
         super().connect()
         self.sock = _Socket(fileno=self.sock.detach())
         self.sock.settimeout(self.timeout)
-        # A host that vanished never resets: unacknowledged bytes end the connection instead.
+        # A host that has vanished never sends a reset. With these options, bytes that stay
+        # unacknowledged end the connection instead.
         self.sock.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * IDLE_TIMEOUT_S)
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadlines.IDLE_TIMEOUT_S)
         )
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` (``[v6]:port`` too) as a pair; ``InvalidConfig`` for anything else."""
+    """The host and port of ``host:port`` or ``[v6]:port``; ``InvalidConfig`` for other texts."""
     match = _ADDRESS.fullmatch(address)
     if not match or int(match[2]) > 65535:
         raise InvalidConfig(f"{address!r} is no address", hint="host:port, such as 10.0.0.7:7420")
@@ -80,14 +81,17 @@ def _connection(address: str, timeout_s: float) -> http.client.HTTPConnection:
 
 
 class Exchange:
-    """One request to one agent, as a context manager that maps foreign errors and closes."""
+    """One request to one agent, as a context manager that closes it.
+
+    Errors of the system and of http.client become ``AgentUnreachable``.
+    """
 
     def __init__(self, address: str, *, token: str, timeout_s: float) -> None:
         self.address = address
         self.deadline_s = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._token = token
-        self._connection = _connection(address, min(timeout_s, IDLE_TIMEOUT_S))
+        self._connection = _connection(address, min(timeout_s, deadlines.IDLE_TIMEOUT_S))
         self._response: http.client.HTTPResponse | None = None
 
     def __enter__(self) -> Exchange:
@@ -101,7 +105,7 @@ class Exchange:
             raise AgentUnreachable(
                 self.address, f"no answer within {self._timeout_s:g} s"
             ) from error
-        # UnicodeError: a host name that cannot be one, found when it is looked up.
+        # UnicodeError: an impossible host name, found when it is looked up.
         foreign = (OSError, http.client.HTTPException, UnicodeError)
         if isinstance(error, foreign) and not isinstance(error, AgentUnreachable):
             raise AgentUnreachable(self.address, str(error) or type(error).__name__) from error
@@ -115,18 +119,18 @@ class Exchange:
         span: tuple[int, int] | None = None,
         patience_s: float = math.inf,
     ) -> http.client.HTTPResponse:
-        """Send the request; ``span`` is a byte range [start, stop).
+        """Send the request and read the head of the answer; ``span`` is a byte range [start, stop).
 
-        The answer must begin within ``patience_s`` and, once it has, never pause for longer.
+        The answer must begin within ``patience_s``, and from then on never pause for longer.
         """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         if span:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         self._connection.request(method, path, body=body, headers=headers)
-        sock: Any = self._connection.sock  # the connection forgets it on "Connection: close"
+        sock: Any = self._connection.sock  # ``getresponse`` drops it on "Connection: close"
         sock.deadline_s, sock.idle_s = self.deadline_s, patience_s
         self._response = self._connection.getresponse()
-        sock.idle_s = min(patience_s, IDLE_TIMEOUT_S)
+        sock.idle_s = min(patience_s, deadlines.IDLE_TIMEOUT_S)
         return self._response
 
     def read_into(
@@ -163,8 +167,8 @@ def request(
 ) -> tuple[int, bytes]:
     """Status and body of one small request.
 
-    Raises ``AgentUnreachable`` when there is no answer in time, ``RequestRefused`` when the
-    answer does not say how large it is, or is larger than ``limit_bytes``.
+    Raises ``AgentUnreachable`` if there is no answer in time, ``RequestRefused`` if the answer has
+    no length or is longer than ``limit_bytes``.
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
         response = exchange.send(method, path, body=body)
@@ -186,18 +190,18 @@ def pull(
     offset: int = 0,
     token: str = "",
     timeout_s: float,
-    patience_s: float = IDLE_TIMEOUT_S,
+    patience_s: float = deadlines.IDLE_TIMEOUT_S,
     pace: Pace | None = None,
     wanted: Callable[[], bool] | None = None,
 ) -> None:
     """Fill ``target`` with the bytes of ``path`` from ``offset`` on, straight from the socket.
 
     A peer that sends nothing for ``patience_s`` is given up before ``timeout_s`` is over, so that
-    another one can still be asked. ``pace`` is told how much has come each time, and waits if that
-    was too fast; ``wanted`` is asked each time whether to go on.
+    there is time to ask another one. ``pace`` is told how many bytes came each time and waits if
+    that was too fast. ``wanted`` is asked each time whether to go on.
 
-    ``target`` stays the caller's; on any error its content is undefined. Raises
-    ``AgentUnreachable``, ``RequestRefused`` (not there, or another length), ``CorruptFragment``
+    ``target`` stays the caller's; its content is undefined after an error. Raises
+    ``AgentUnreachable``, ``RequestRefused`` (not there, or of another length), ``CorruptFragment``
     (the body ended early) and ``TooSlow`` (no longer wanted).
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
@@ -214,11 +218,14 @@ def pull(
 
 
 def patience(left_s: float) -> float:
-    """How long to bear with one peer where others can be asked, with that much time for all."""
-    return min(IDLE_TIMEOUT_S, left_s / 4)
+    """How long to wait for one peer when others can be asked, with ``left_s`` for all of them.
+
+    A quarter: three further sources can be tried before the time is over.
+    """
+    return min(deadlines.IDLE_TIMEOUT_S, left_s / 4)
 
 
 def _length(response: http.client.HTTPResponse) -> int:
-    """How long the body is said to be; -1 if that is no usable number."""
+    """The length of the body by its header; -1 if the header is absent or not a number."""
     text = response.headers.get("Content-Length") or ""
     return int(text) if _LENGTH.fullmatch(text) else -1

@@ -1,6 +1,6 @@
-"""Where time goes: the phases of saves and restores, kept for a while in each agent.
+"""Spans: how long the phases of saves and restores take. Kept for a while in each agent.
 
-A rank sends its own spans to its node's agent when a save or restore is over; ``ecckpt trace``
+A rank sends its spans to its node's agent when a save or restore has ended; ``ecckpt trace``
 collects them from all agents.
 """
 
@@ -16,27 +16,27 @@ from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import ShardId
 from ecckpt.protocol.messages.trace import Span, Trace
 
-KEPT = 4096  # the last few hundred saves of a node
+KEPT = 4096  # spans of the last few hundred saves of a node
 
 
-# The time by the node's clock, and by one that never jumps.
+# Seconds by the node's clock, to place a span; and by a clock that never jumps, to measure it.
 Moment = tuple[float, float]
 
 
 def moment() -> Moment:
-    """Now."""
+    """Now, by both clocks."""
     return time.time(), time.perf_counter()
 
 
 class Tracer:
-    """The last spans of one process. Threads may add to it: a deque's operations are whole."""
+    """The last spans of one process. Thread-safe, because a deque's operations are atomic."""
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=KEPT)
 
     @contextmanager
     def span(self, name: str, shard: ShardId, index: int = HOME) -> Iterator[None]:
-        """Note how long the block takes, also if it raises."""
+        """Record how long the block takes, also if it raises."""
         began = moment()
         try:
             yield
@@ -44,21 +44,21 @@ class Tracer:
             self.since(began, name, shard, index)
 
     def since(self, began: Moment, name: str, shard: ShardId, index: int = HOME) -> None:
-        """Note a phase that ends now, of a shard that was not known when it ``began``."""
+        """Record a phase that ends now; for phases whose shard was not known when they began."""
         began_unix_s, began_s = began
         seconds = time.perf_counter() - began_s
         self._spans.append(Span(name, shard, index, began_unix_s, seconds))
 
-    def add(self, spans: Iterable[Span]) -> None:
-        """Take over spans of another process."""
+    def add_spans(self, spans: Iterable[Span]) -> None:
+        """Add spans that another process recorded."""
         self._spans.extend(spans)
 
-    def of(self, run: str) -> tuple[Span, ...]:
+    def spans_of(self, run: str) -> tuple[Span, ...]:
         """The spans of a run, oldest first."""
         return tuple(span for span in list(self._spans) if span.shard.run == run)
 
     def take(self) -> tuple[Span, ...]:
-        """All spans, once."""
+        """Remove and return all spans."""
         taken = []
         while self._spans:
             taken.append(self._spans.popleft())
@@ -68,8 +68,8 @@ class Tracer:
 def chrome_trace(traces: Iterable[Trace]) -> dict[str, Any]:
     """The spans of several nodes in the format that chrome://tracing and Perfetto open.
 
-    A node is a process, a rank of it a thread; what the agent does is in threads by phase, since it
-    does several things at once. Times are those of the nodes' clocks.
+    A node is shown as a process and each of its ranks as a thread. The agent is shown as one thread
+    for each phase, because it does several things at once. Times are those of the nodes' clocks.
     """
     events: list[dict[str, Any]] = []
     for pid, trace in enumerate(sorted(traces, key=lambda each: each.node), start=1):

@@ -1,4 +1,4 @@
-"""Every verb that an agent answers under ``/v1/runs/{run}/``: the one table.
+"""Every verb that an agent answers under ``/v1/runs/{run}/``, in one table.
 
 Clients call by it (agent_client.py), the agent routes by it (agent/runtime/http_app.py), and tests
 compare docs/PROTOCOL.md and docs/openapi.yaml with it. Pure.
@@ -10,6 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ecckpt.errors import (
+    CorruptFragment,
+    EcckptError,
+    Fenced,
+    InvalidConfig,
+    InvalidMessage,
+    MemoryBudgetTooSmall,
+    NotHeld,
+    NotMapped,
+    RequestRefused,
+    TmpfsFull,
+    TooFewFragments,
+)
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.messages.disk import Retain, Store, Stored, Verified, Verify
@@ -33,11 +46,17 @@ from ecckpt.protocol.messages.trace import Spans, Trace
 M = TypeVar("M")
 A = TypeVar("A")
 
-# Bytes per second at which fresh tmpfs pages are made, a fifth of the slowest rate measured.
+_Errors = tuple[type[EcckptError], ...]
+
+# What making a region on the node may be refused with.
+_NO_MEMORY: _Errors = (MemoryBudgetTooSmall, TmpfsFull, NotMapped)
+_FETCH: _Errors = (Fenced, RequestRefused, *_NO_MEMORY, TooFewFragments)
+
+# Bytes per second at which an agent creates tmpfs pages: a fifth of the slowest rate measured.
 _FAULT_IN_BYTES_PER_S = 200e6
 
 
-def _no_longer(message: Any) -> float:
+def _nothing_extra(message: Any) -> float:
     del message
     return 0.0
 
@@ -51,18 +70,21 @@ class Verb(Generic[M, A]):
         request: class of the body; ``str`` for a GET, whose only argument is the run.
         answer: class of the answer.
         local: answered over the Unix socket only, to ranks of the agent's own node.
-        extra_s: how many seconds beyond a client's usual patience the answer may take.
+        extra_s: seconds that the answer may take beyond the client's timeout.
+        errors: what the agent refuses it with, beside what every request may be refused with: a
+            body that is no such message, a run that is no name, and HTTP's own reasons.
     """
 
     name: str
     request: type[M]
     answer: type[A]
     local: bool = False
-    extra_s: Callable[[M], float] = _no_longer
+    extra_s: Callable[[M], float] = _nothing_extra
+    errors: _Errors = ()
 
     @property
     def is_read(self) -> bool:
-        """Whether it is a GET, which changes nothing."""
+        """Whether the request is a GET, which changes nothing."""
         return self.request is str
 
 
@@ -73,9 +95,10 @@ RESERVE = Verb(
     answer=Slot,
     local=True,
     extra_s=lambda message: message.header.file_bytes / _FAULT_IN_BYTES_PER_S,
+    errors=(Fenced, InvalidMessage, *_NO_MEMORY),
 )
-STAGE = Verb(name="stage", request=Stage, answer=Done, local=True)
-PROTECT = Verb(name="protect", request=Protect, answer=Done, local=True)
+STAGE = Verb(name="stage", request=Stage, answer=Done, local=True, errors=(Fenced, NotHeld))
+PROTECT = Verb(name="protect", request=Protect, answer=Done, local=True, errors=(Fenced, NotHeld))
 WATCH = Verb(
     name="watch",
     request=Watch,
@@ -83,35 +106,51 @@ WATCH = Verb(
     local=True,
     extra_s=lambda message: message.wait_s,
 )
-PREFETCH = Verb(name="prefetch", request=Prefetch, answer=Done)
-HOLD = Verb(name="hold", request=Hold, answer=Done)
+PREFETCH = Verb(name="prefetch", request=Prefetch, answer=Done, errors=(Fenced, InvalidMessage))
+HOLD = Verb(
+    name="hold",
+    request=Hold,
+    answer=Done,
+    errors=(Fenced, InvalidMessage, CorruptFragment, RequestRefused),
+)
 HELD = Verb(name="held", request=Held, answer=Done)
-COMMIT = Verb(name="commit", request=Commit, answer=Done)
+COMMIT = Verb(name="commit", request=Commit, answer=Done, errors=(Fenced,))
 
 # -- a restore ------------------------------------------------------------------------------------
-BEGIN = Verb(name="begin", request=Begin, answer=Inventory)
-FENCE = Verb(name="fence", request=Fence, answer=Done)
+BEGIN = Verb(name="begin", request=Begin, answer=Inventory, errors=(Fenced, InvalidConfig))
+FENCE = Verb(name="fence", request=Fence, answer=Done, errors=(Fenced,))
 FETCH = Verb(
     name="fetch",
     request=Fetch,
     answer=Fetched,
     local=True,
     extra_s=lambda message: message.timeout_s,
+    errors=_FETCH,
 )
-SLOT = Verb(name="slot", request=ShardId, answer=Slot, local=True)
-ASSIGN = Verb(name="assign", request=Assign, answer=Slot, local=True)
+SLOT = Verb(name="slot", request=ShardId, answer=Slot, local=True, errors=(NotHeld, InvalidMessage))
+ASSIGN = Verb(
+    name="assign", request=Assign, answer=Slot, local=True, errors=(NotHeld, InvalidMessage)
+)
 INVENTORY = Verb(name="inventory", request=str, answer=Inventory)
-FORGET = Verb(name="forget", request=Forget, answer=Done)
+FORGET = Verb(
+    name="forget", request=Forget, answer=Done, errors=(Fenced, InvalidConfig, RequestRefused)
+)
 
 # -- repair ---------------------------------------------------------------------------------------
-GUARD = Verb(name="guard", request=Guard, answer=Done, local=True)
+GUARD = Verb(name="guard", request=Guard, answer=Done, local=True, errors=(Fenced, InvalidMessage))
 PROBE = Verb(name="probe", request=Probe, answer=Presence)
-REPAIR = Verb(name="repair", request=Repair, answer=Done, extra_s=lambda message: message.timeout_s)
+REPAIR = Verb(
+    name="repair",
+    request=Repair,
+    answer=Done,
+    extra_s=lambda message: message.timeout_s,
+    errors=_FETCH,
+)
 
 # -- disks ----------------------------------------------------------------------------------------
-STORE = Verb(name="store", request=Store, answer=Stored)
-RETAIN = Verb(name="retain", request=Retain, answer=Done)
-VERIFY = Verb(name="verify", request=Verify, answer=Verified)
+STORE = Verb(name="store", request=Store, answer=Stored, errors=(Fenced,))
+RETAIN = Verb(name="retain", request=Retain, answer=Done, errors=(Fenced, InvalidMessage))
+VERIFY = Verb(name="verify", request=Verify, answer=Verified, errors=(NotHeld, RequestRefused))
 
 # -- traces ---------------------------------------------------------------------------------------
 SPANS = Verb(name="spans", request=Spans, answer=Done, local=True)

@@ -1,4 +1,8 @@
-"""Where something is in a state: paths of keys, and the tensor names made of them."""
+"""Paths: the keys that lead from a state to one of its values, and tensor names made of paths.
+
+All of ``state`` uses it: error messages name values by ``describe``, a shard's header names tensors
+by ``tensor_names``.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,28 @@ from typing import Any
 
 Path = tuple[Any, ...]
 
-# A name never holds "%" but as "%25" or in the full spelling, so this one cannot be taken.
+# The name of the values blob in a shard. No tensor can have it: "%" occurs in tensor names only as
+# "%25", "%2E" or "%u...", or before a one-letter type in the full spelling.
 VALUES_NAME = "ecckpt%values"
 _RESERVED = frozenset({"__metadata__"})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def describe(path: Path) -> str:
-    """``path`` as messages show it: its keys, joined by dots."""
+    """Return ``path`` as messages show it: its keys joined by dots, or "state" if it is empty."""
     return ".".join(map(_plain, path)) or "state"
 
 
 def tensor_names(paths: Sequence[Path]) -> list[str]:
-    """One name per path, all different: what the tensors of a shard are called.
+    """Return a different name for each path; a shard's header uses them as tensor names.
 
-    A name is the keys joined by dots, so a module's names come out as everybody knows them. Where
-    two paths would get the same name (``{"a.b": x}`` beside ``{"a": {"b": y}}``, or ``1`` beside
-    ``"1"``), each of them is spelled in full instead: every key with its type, dots escaped.
-    Raises ``ValueError`` for keys that no spelling tells apart (two NaNs).
+    A name is the keys of the path joined by dots, so the tensors of a module get the names of its
+    ``state_dict()``. If two paths would get the same name (``{"a.b": x}`` beside
+    ``{"a": {"b": y}}``, or ``1`` beside ``"1"``), both get the full spelling: each key with the
+    first letter of its type, and dots escaped.
+
+    Raises:
+        ValueError: two paths have the same full spelling (two NaNs as keys, for instance).
     """
     plain = [".".join(map(_plain, path)) for path in paths]
     counts = Counter(plain)
@@ -36,14 +44,15 @@ def tensor_names(paths: Sequence[Path]) -> list[str]:
     ]
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"two tensors would both be called {twice!r}")
+        raise ValueError(f"two tensors would get the same name {twice!r}")
     return names
 
 
 def _plain(key: Any) -> str:
     text = key if isinstance(key, str) else repr(key)
     text = text.replace("%", "%25")
-    # JSON readers refuse half a surrogate pair, which a file name from os.listdir may hold.
+    # A lone surrogate (a file name from os.listdir may hold one) is not valid UTF-8 and would make
+    # the JSON header unreadable.
     return text if text.isascii() else _SURROGATE.sub(lambda half: f"%u{ord(half[0]):04X}", text)
 
 

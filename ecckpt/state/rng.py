@@ -1,4 +1,7 @@
-"""Random number generators as one object of a state."""
+"""``RngState``: random number generators as one object of a state.
+
+``state/load`` sets it after everything else, and reseeds it on another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ Generator = torch.Generator | np.random.Generator
 
 
 class RngState:
-    """The generators of Python, numpy and torch, every CUDA device, and any given by name.
+    """The global generators of Python, numpy, torch and each CUDA device, and further ones by name.
 
-    ``generators`` are the training's own (a sampler's, an augmentation's). ``cuda=False`` leaves
-    the CUDA generators out of what is saved and of what is restored, for jobs that may restart with
-    another number of visible devices.
+    Put it into the state that is saved and restored. A restore sets the generators last. Code
+    between the restore and the first step may draw numbers (making a data loader's iterator does);
+    call ``rewind`` after it. docs/EXACT_RESUME.md has an example.
 
-    A restore sets the generators last. What the program does between that and its first step may
-    draw again (making a data loader's iterator does); ``rewind`` undoes it.
+    Args:
+        generators: the program's own generators by name (a sampler's, an augmentation's). The
+            program keeps ownership; a restore changes them in place.
+        cuda: False leaves the CUDA generators out of saves and restores, for jobs that may restart
+            with another number of visible devices.
     """
 
     def __init__(
@@ -35,7 +41,7 @@ class RngState:
         self._restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Every generator's state, by part."""
+        """Return the state of each generator; tensors in it are copies."""
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -47,13 +53,16 @@ class RngState:
         }
 
     def check_state_dict(self, state: Any) -> list[str]:
-        """Why ``load_state_dict(state)`` would fail, part by part; changes no generator."""
+        """Return why ``load_state_dict(state)`` would fail, a text per part; empty if it would not.
+
+        It changes no generator.
+        """
         if not isinstance(state, dict):
-            return ["no state of random number generators"]
+            return ["not a state of random number generators"]
         problems = []
         for part, try_out in _TRIALS.items():
             if part not in state:
-                problems.append(f"no {part} part saved")
+                problems.append(f"no {part} part was saved")
             else:
                 problems += _failure(part, partial(try_out, state[part]))
         if self._cuda:
@@ -61,7 +70,10 @@ class RngState:
         return problems + self._check_generators(state.get("generators"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator; raises ``StateMismatch`` before the first if any part is unfit."""
+        """Set all generators.
+
+        Raises ``StateMismatch``, before any generator is changed, if a part does not fit.
+        """
         problems = self.check_state_dict(state)
         if problems:
             raise StateMismatch(problems)
@@ -75,18 +87,20 @@ class RngState:
         self._restored = state
 
     def rewind(self) -> None:
-        """Set every generator again as it was last restored; does nothing if none was.
+        """Set all generators to their last restored states again; without a restore, do nothing.
 
-        Once, after the iterators of the data loaders are made and before the first step.
+        Call it once, after the iterators of the data loaders are made and before the first step. A
+        second call does nothing, so that it cannot repeat random numbers during the training.
         """
         if self._restored is not None:
             self.load_state_dict(self._restored)
             self._restored = None
 
     def reseed(self, seed: bytes) -> None:
-        """Seed every generator, each from its own digest of ``seed``.
+        """Seed each generator from its own digest (SHA-256) of ``seed`` and its name.
 
-        What a restore on another number of ranks does: no saved state belongs to a new rank.
+        A restore on another number of ranks calls it, because no saved state belongs to a rank of
+        the new job.
         """
         random.seed(_digest(seed, "python"))
         numbers = _digest(seed, "numpy")
@@ -109,23 +123,24 @@ class RngState:
 
     def _check_cuda(self, saved: Any) -> list[str]:
         if not isinstance(saved, list):
-            return ["no cuda part saved"]
+            return ["no cuda part was saved"]
         here = torch.cuda.device_count() if self._has_cuda() else 0
         if len(saved) != here:
             way_out = "RngState(cuda=False) leaves them out"
             return [f"generators of {len(saved)} CUDA devices saved, {here} here ({way_out})"]
         current = torch.cuda.get_rng_state_all() if here else []
         return [
-            f"cuda: the state saved for device {index} is none of its generator"
+            f"cuda: the state saved for device {index} does not fit its generator"
             for index, (one, other) in enumerate(zip(saved, current, strict=True))
             if not _same_kind(one, other)
         ]
 
     def _check_generators(self, saved: Any) -> list[str]:
         if not isinstance(saved, dict):
-            return ["no generators part saved"]
+            return ["no generators part was saved"]
         problems = [
-            f"generator {name!r} saved, but not here" for name in saved.keys() - self._generators
+            f"generator {name!r} was saved, but is not here"
+            for name in saved.keys() - self._generators
         ]
         for name, generator in self._generators.items():
             if name not in saved:
@@ -139,7 +154,7 @@ class RngState:
 
 
 def _digest(seed: bytes, part: str) -> int:
-    """A number of 63 bits."""
+    """Return a number of 63 bits: torch's ``manual_seed`` takes a signed 64-bit integer."""
     text = part.encode(errors="surrogatepass")
     return int.from_bytes(hashlib.sha256(seed + b"\0" + text).digest()[:8], "little") >> 1
 
@@ -158,10 +173,10 @@ def _set_generator(generator: Generator, state: Any) -> None:
 
 
 def _try_generator(generator: Generator, state: Any) -> None:
-    """Set a generator of the same kind, made for that."""
+    """Set a new generator of the same class to ``state``, to see whether it raises."""
     if isinstance(generator, torch.Generator):
         if not _same_kind(state, generator.get_state()):
-            raise ValueError("a state of another kind")
+            raise ValueError("a state of another kind of generator")
         torch.Generator(generator.device).set_state(state)
     else:
         type(generator.bit_generator)().state = state
@@ -179,7 +194,8 @@ def _failure(part: str, trial: Callable[[], object]) -> list[str]:
     return []
 
 
-# Each sets a generator of its own, so that what is refused is refused before anything is set.
+# Each sets a new generator to the state. A state that does not fit raises here, before any global
+# generator has changed.
 _TRIALS: dict[str, Callable[[Any], object]] = {
     "python": lambda state: random.Random().setstate(state),  # noqa: S311
     "numpy": lambda state: np.random.RandomState().set_state(state),

@@ -1,4 +1,4 @@
-"""A cluster on one machine, for tests."""
+"""``LocalCluster``: real agents on one machine, for tests of programs that use ecckpt."""
 
 from ecckpt.testing.local_cluster import LocalCluster
 

@@ -1,9 +1,10 @@
-"""Agents of a test's clusters, forked from one process that has imported all that an agent needs.
+"""Starts agents by forking one process that has imported everything that an agent needs.
 
-Most of what it takes to start an agent is importing; a test starts several, and a run of tests
-hundreds. From there on they are what ``ecckpt agent`` starts: sessions of their own, with the
-arguments, the environment and the folder of whoever starts them. Their parent is the process that
-they are forked from, so that is where their exit statuses are (``cli/nursery.py``).
+``LocalCluster`` uses it. Importing takes most of the time of starting an agent; a test starts
+several, and a test run hundreds. A forked agent is otherwise like one of ``ecckpt agent``: it leads
+its own session and has the arguments, environment and working folder of the process that started
+it. Its parent is the server process (``cli/forkserver_main.py``), which therefore knows its exit
+status.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from ecckpt.client.config import NodeConfig
 from ecckpt.errors import AgentUnreachable
 from ecckpt.memory.private_folder import private_folder
 
-_POLL_S = 0.002
+_POLL_S = 0.002  # tests wait for the end of agents often, and an agent ends within milliseconds
 
 
-class Nursling:
-    """An agent that a nursery has started: as much of a ``Popen`` as a cluster needs."""
+class ForkedAgent:
+    """An agent that the server process has forked; it has the methods of ``Popen`` used here."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, server: AgentForkserver, pid: int) -> None:
         self.pid = pid
-        self._nursery = nursery
+        self._server = server
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None if it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         if self._status is None:
-            self._status = self._nursery.ask({"poll": self.pid})
+            self._status = self._server.request({"poll": self.pid})
         return self._status
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit status, once it has ended. Raises ``TimeoutError``."""
+        """Wait for the end and return the exit status. Raises ``TimeoutError``."""
         deadline_s = time.monotonic() + timeout_s
         while (status := self.poll()) is None:
             if time.monotonic() > deadline_s:
@@ -51,8 +52,12 @@ class Nursling:
         return status
 
 
-class Nursery:
-    """The process that forks them. Thread-safe; of no use to forked children of its owner."""
+class AgentForkserver:
+    """The server process that forks agents.
+
+    Threads may share it. Only the process that made it may use it: a forked child would share its
+    pipes and mix up the answers.
+    """
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -65,12 +70,12 @@ class Nursery:
             start_new_session=True,
         )
 
-    def start(self, config: NodeConfig) -> Nursling:
-        """Start an agent for a folder, and return at once; as ``agents.start``."""
+    def start(self, config: NodeConfig) -> ForkedAgent:
+        """Start an agent and return without waiting for it, as ``local_agent.start`` does."""
         private_folder(config.root)
-        return Nursling(
+        return ForkedAgent(
             self,
-            self.ask(
+            self.request(
                 {
                     "arguments": arguments_of(config),
                     "environment": dict(os.environ),
@@ -80,42 +85,45 @@ class Nursery:
             ),
         )
 
-    def ask(self, request: dict[str, Any]) -> Any:
-        """Its answer to one request. Raises ``AgentUnreachable`` if it has ended."""
+    def request(self, request: dict[str, Any]) -> Any:
+        """Return the server's answer to a request. Raises ``AgentUnreachable`` if it has ended."""
         assert os.getpid() == self.owner
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = ""
-        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):  # closed
+        # BrokenPipeError: the server has ended. ValueError: `end` has closed the pipes.
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if not answer:
-            raise AgentUnreachable(f"pid {self._process.pid}", "the nursery has ended")
+            raise AgentUnreachable(f"pid {self._process.pid}", "the agent forkserver has ended")
         return json.loads(answer)
 
     def end(self) -> None:
-        """End it; agents that still run go on, as orphans."""
+        """End the server process. Agents that still run become orphans and go on."""
         self._process.kill()
         self._process.communicate()
 
 
-_open: list[Nursery] = []
+_open: list[AgentForkserver] = []
 
 
-def nursery() -> Nursery:
-    """This process's own, started on first use."""
+def agent_forkserver() -> AgentForkserver:
+    """Return this process's server, which is started at first use (again after a fork)."""
     if not _open or _open[0].owner != os.getpid():
-        _open[:] = [Nursery()]
+        _open[:] = [AgentForkserver()]
     return _open[0]
 
 
 def close() -> None:
-    """End this process's own, if there is one."""
+    """End this process's server, if there is one."""
     while _open:
-        found = _open.pop()
-        if found.owner == os.getpid():
-            found.end()
+        server = _open.pop()
+        if server.owner == os.getpid():
+            server.end()
 
 
-atexit.register(close)  # before any cluster registers itself, so it is ended after them
+# atexit runs in reverse order: registered here, before any cluster registers its `stop`, the server
+# ends after all clusters.
+atexit.register(close)

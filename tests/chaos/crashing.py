@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.runtime.disk_store import Disk
-from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.format.ids import Generation
 from ecckpt.protocol.encoding import pack_message, unpack_message
@@ -232,7 +232,7 @@ class Lives:
     # -- what must be true ------------------------------------------------------------------------
 
     def check(self, account: Account) -> None:
-        shelf, ledgers = Shelf(self.root, node=NODE), RunRecords(NODE)
+        shelf, ledgers = RegionStore(self.root, node=NODE), RunRecords(NODE)
         shelf.adopt(ledgers)
         ledger = ledgers.look(RUN)
         committed = account.last("committed ") or self._base_account.last("committed ")

@@ -124,7 +124,7 @@ def test_an_agent_that_may_map_no_more_memory(cluster6: LocalCluster) -> None:
         cluster6,
         lambda: resource.prlimit(pid, resource.RLIMIT_AS, (_mapped_bytes(pid), free[1])),
         lambda: resource.prlimit(pid, resource.RLIMIT_AS, free),
-        "the system maps no",
+        "the system does not map",
     )
     assert cluster6.client("n5").node().pid == pid
 
@@ -157,7 +157,7 @@ def test_a_rank_that_may_map_no_more_memory(
             # Where there is a limit, nothing is mapped while other threads are being started.
             most_bytes = _mapped_bytes(os.getpid()) + ROOM_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most_bytes, free[1]))
-            with pytest.raises(NoRoomToRestore, match=r"rank 0: .*maps no [0-9,]+ bytes more"):
+            with pytest.raises(NoRoomToRestore, match=r"rank 0: .*does not map [0-9,]+ more bytes"):
                 world.restore(blank)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, free)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,17 +19,18 @@ import torch
 import ecckpt
 from ecckpt import errors
 from ecckpt.client.cluster.local_agent import await_agent, local_client, start
+from ecckpt.client.cluster.rendezvous import StoreMeeting
 from ecckpt.client.config import NodeConfig
-from ecckpt.client.restore.coordinator import Leader
-from ecckpt.client.save import commit_protocol as counting
+from ecckpt.client.effects import Routine
+from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES, parse_superblock
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.encoding import PROTOCOL_VERSION, pack_message
 from ecckpt.protocol.messages.node import NodeInfo
-from ecckpt.protocol.messages.restore import Begin
-from ecckpt.protocol.verbs import BEGIN, INVENTORY
+from ecckpt.protocol.messages.restore import Begin, Fetch
+from ecckpt.protocol.verbs import BEGIN, FETCH, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.worlds import World, same_state, states_for
+from tests.support.worlds import World, instead_of, same_state, states_for
 
 
 def _regions(cluster: LocalCluster, node: str, *, home: bool) -> list[Path]:
@@ -82,7 +82,13 @@ def test_codes_that_cannot_be(
 
 def test_two_agents_with_one_node_id(tmp_path: Path) -> None:
     with LocalCluster(nodes=2) as cluster:
-        twin = NodeConfig(cluster.root("n0").parent / "twin", "n0", "twin", "127.0.0.1:0", None)
+        twin = NodeConfig(
+            root=cluster.root("n0").parent / "twin",
+            node="n0",
+            domain="twin",
+            listen="127.0.0.1:0",
+            token_file=None,
+        )
         process = start(twin)
         try:
             other = await_agent(local_client(twin.root), twin.root / "agent.log")
@@ -258,23 +264,25 @@ def test_a_generation_that_cannot_be_proven_is_refused_by_all_for_an_older_one(
 ) -> None:
     all_protected = threading.Barrier(6)
 
-    def given_up(counter: str, ranks: int) -> Any:
-        if counter == "count":
+    def given_up(meeting: StoreMeeting, key: str, amount: int) -> int:
+        if key.startswith("count/") and amount:
             all_protected.wait(30)
-        raise errors.SaveFailed("given up")
-        yield
+            raise RuntimeError("given up")
+        return add(meeting, key, amount)
 
     older, newer = states_for(6, seed=3), states_for(6, seed=4)
     with World(cluster6, code=(3, 2)) as world:
         world.restore(older)
         assert all(handle.wait(30) for handle in world.save(1, older))
         # All shards of step 2 get protected, but it is given up: step 1 has to stay.
-        monkeypatch.setattr(counting, "_reach", given_up)
+        add = StoreMeeting.add
+        monkeypatch.setattr(StoreMeeting, "add", given_up)
         handles = world.save(2, newer)
         for handle in handles:
-            with pytest.raises(errors.SaveFailed):
+            with pytest.raises(errors.SaveFailed, match="the ranks' store: given up"):
                 handle.wait(30)
             assert handle.protected
+        monkeypatch.undo()
     for node in cluster6.nodes:
         _damage(cluster6, node, step=2, rank=2)
     blank = states_for(6, seed=0)
@@ -306,13 +314,13 @@ def test_a_restart_that_was_overtaken_hears_of_it(
     with World(cluster1) as world:
         world.restore(state)
         assert all(handle.wait(30) for handle in world.save(1, state))
-    judge = Leader.judge
+    judge = Coordinator.judge
 
-    def overtaken(leader: Leader, *arguments: Any) -> bool:
+    def overtaken(coordinator: Coordinator, *arguments: Any) -> Routine[bool]:
         cluster1.client("n0").call(BEGIN, Begin("test", 9, "f" * 16))
-        return judge(leader, *arguments)
+        return (yield from judge(coordinator, *arguments))
 
-    monkeypatch.setattr(Leader, "judge", overtaken)
+    monkeypatch.setattr(Coordinator, "judge", overtaken)
     # Who goes back by name tells the agents before anything is loaded.
     with World(cluster1) as world, pytest.raises(errors.Fenced, match="timeline 9 has started"):
         world.restore(state, step=1)
@@ -348,8 +356,11 @@ def test_no_room_for_a_shard_is_no_reason_to_go_back(
     states = _saved(cluster6, step=1, seed=8)
     cluster6.kill("n0")
     cluster6.replace("n0")
-    full = errors.TmpfsFull("/dev/shm", need_bytes=2, free_bytes=1)
-    monkeypatch.setattr(AgentClient, "fetch", MagicMock(side_effect=full))
+
+    def full(client: AgentClient, message: Fetch, real: Callable[[], Any]) -> Any:
+        raise errors.TmpfsFull("/dev/shm", need_bytes=2, free_bytes=1)
+
+    instead_of(monkeypatch, FETCH, full)
     blank = states_for(6, seed=0)
     with World(cluster6, code=(3, 2)) as world:
         with pytest.raises(errors.NoRoomToRestore, match=r"rank 0: .*/dev/shm"):

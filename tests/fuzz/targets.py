@@ -41,8 +41,7 @@ from ecckpt.state.file.metadata import parse_notes
 from ecckpt.state.file.shard import read_shard
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.tree.decoding import decode
-from tests.support.builders import SESSION, generation, header, table_of
-from tests.support.message_classes import message_classes
+from tests.support.builders import SESSION, generation, header, message_classes, table_of
 
 CORPUS = Path(__file__).parent / "corpus"
 MESSAGES: list[type] = sorted(
@@ -185,7 +184,13 @@ def _sample(kind: Any) -> Any:
 
 
 def _notes() -> list[bytes]:
-    full = RunNotes(3, generation(), generation(), (RollBack(2, generation()),), (generation(),))
+    full = RunNotes(
+        fence=3,
+        committed=generation(),
+        restored=generation(),
+        roll_backs=(RollBack(2, generation()),),
+        stored=(generation(),),
+    )
     return [pack_notes(each)[4:] for each in (RunNotes(), full)]
 
 

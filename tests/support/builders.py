@@ -1,4 +1,8 @@
-"""Headers, inventories and hypothesis strategies that several test files share."""
+"""Headers, inventories, classes of messages and hypothesis strategies for several test files."""
+
+import importlib
+import pkgutil
+from dataclasses import is_dataclass
 
 import numpy as np
 from hypothesis import strategies as st
@@ -7,6 +11,7 @@ from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_byte
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.policy.survival import Inventory
+from ecckpt.protocol import messages
 
 SESSION = "0123456789abcdef"
 
@@ -45,8 +50,8 @@ def table_of(header, seed=1):
 def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=()):
     return Inventory(
         node,
-        Headers.of(headers),
-        Headers.of(disk),
+        Headers.from_headers(headers),
+        Headers.from_headers(disk),
         tuple(stored),
         committed,
         fence,
@@ -81,3 +86,16 @@ def headers(draw, max_shard_bytes=(1 << 48) - 1):
         parent=draw(st.none() | generations),
         created_unix_s=draw(st.integers(0, 1 << 40)),
     )
+
+
+def message_classes():
+    """Return the dataclasses of ``ecckpt.protocol.messages``, in order of their names."""
+    names = [each.name for each in pkgutil.iter_modules(messages.__path__, messages.__name__ + ".")]
+    modules = [importlib.import_module(name) for name in names]
+    found = [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if is_dataclass(each) and each.__module__ == module.__name__
+    ]
+    return sorted(found, key=lambda each: each.__name__)

@@ -1,5 +1,6 @@
-"""Small file systems of their own, for tests that fill them up: mounted, and always unmounted."""
+"""Files in tmpfs to be mapped, and small file systems to be filled: removed, always unmounted."""
 
+import mmap
 import os
 import subprocess
 from collections.abc import Iterator
@@ -7,6 +8,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from ecckpt.memory.mapping import HUGE_PAGE_BYTES
+
+SIZE = 3 * HUGE_PAGE_BYTES + 5 * mmap.PAGESIZE
+
+
+@contextmanager
+def tmpfs_file(size=SIZE, *, reserve=True):
+    """An open file in tmpfs, all of it there, or nothing."""
+    path = Path("/dev/shm") / f"ecckpt-test-mapping-{os.getpid()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        if reserve:
+            os.posix_fallocate(descriptor, 0, size)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def mapped_here():
+    return f"ecckpt-test-mapping-{os.getpid()}" in Path("/proc/self/maps").read_text()
 
 
 def _try(*command: str) -> None:

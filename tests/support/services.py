@@ -49,13 +49,15 @@ def fence(agent, timeline, restored=None, *, run="test", roll_backs=()):
 
 def room(agent, run, size_bytes, *, budget_bytes=BUDGET, task=None):
     """A region, as the core gets it, with what it does if there is none."""
-    action = Allocate(run, size_bytes, budget_bytes, "a slot", task)
+    action = Allocate(
+        run=run, size_bytes=size_bytes, budget_bytes=budget_bytes, what="a slot", task=task
+    )
     try:
-        return agent.shelf.allocate(action)
+        return agent.region_store.allocate(action)
     except MemoryBudgetTooSmall as error:
         for each in agent._driver._decide(Failed(action, error)):
             if isinstance(each, Allocate):
-                return agent.shelf.allocate(each)
+                return agent.region_store.allocate(each)
         raise
 
 

@@ -9,10 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ecckpt
+from ecckpt.client.effects import until
+from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.verbs import Verb
 from ecckpt.testing.local_cluster import LocalCluster
 
 
@@ -56,10 +60,8 @@ class World:
     def await_slots(self) -> None:
         """Wait until a slot for the next save is there: no rank asks its agent for anything."""
         for checkpointer in self.checkpointers:
-            reserver = checkpointer._saver._reserver
-            with reserver._news:
-                idle = reserver._news.wait_for(lambda each=reserver: each._wish is None, 10)
-            assert idle
+            reserver = checkpointer._session.saver.reserver
+            assert checkpointer._performer.run(until(lambda each=reserver: each.is_idle, 10))
 
     def close(self) -> None:
         for checkpointer in self.checkpointers:
@@ -98,3 +100,20 @@ def stopped(cluster: LocalCluster, *nodes: str) -> Iterator[None]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+def instead_of(
+    monkeypatch: pytest.MonkeyPatch,
+    verb: Verb[Any, Any],
+    act: Callable[[AgentClient, Any, Callable[[], Any]], Any],
+) -> None:
+    """Whenever an agent is asked for this, do something else; it is given the real call."""
+    call = AgentClient.call
+
+    def other(client: AgentClient, asked: Verb[Any, Any], message: Any, **options: Any) -> Any:
+        def real() -> Any:
+            return call(client, asked, message, **options)
+
+        return act(client, message, real) if asked is verb else real()
+
+    monkeypatch.setattr(AgentClient, "call", other)

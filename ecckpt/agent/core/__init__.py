@@ -1,1 +1,1 @@
-"""What an agent decides: events in, actions out. No I/O, no threads, no clock."""
+"""The decisions of an agent: events in, actions out. No I/O, no threads, no clock."""

@@ -1,19 +1,25 @@
-"""What an agent has under way, what it does and what it is told: plain values.
+"""Actions and events of an agent's core, as plain values.
 
-Tasks are the work that takes more than one event. Actions are what the core decides; a driver
-performs them. Events are what the driver tells the core: requests, ends of actions, alarms.
+An *action* is what the core decides; a driver performs it (agent/runtime/driver.py, or
+sim/hosts/agent.py in a simulation). An *event* is what the driver tells the core: a request, the
+end of an action, or an alarm.
+
+    request ----> Core.handle ----> small actions: performed at once, in order, cannot fail
+    Finished -->               ---> answer: one Reply or Refuse for each request, sooner or later
+    Failed ---->               ---> large actions: performed by threads; each ends in exactly one
+    Due ------->                    Finished or Failed, which is the next event
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.health import Sight, Vigil
+from ecckpt.agent.core.health import GroupHealth, PeerHealth
 from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.core.tasks import Fetching, Job, Scrubbing, Storing, Taking
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.repair import Guard, Probe
 from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget
@@ -22,113 +28,26 @@ from ecckpt.protocol.messages.save import Commit, Held, Hold, Prefetch, Protect,
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.regions import Region
-    from ecckpt.format.block_ranges import Flags
-    from ecckpt.format.ids import ShardId
 
-# -- tasks ----------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """Protecting one shard; ``home`` is its home copy until the job has ended.
-
-    ``deadline_s`` comes nearer once enough fragments are held. A ``repair`` is of a shard that was
-    protected before: it gives way to everything else.
-    """
-
-    message: Protect
-    home: Entry | None
-    started_s: float
-    deadline_s: float
-    state: str = "encoding"
-    parity: Region | None = None
-    waiting: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-    encode_s: float = 0.0
-    protected_s: float = 0.0
-    repair: bool = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing about it changes any more."""
-        return self.state in ("protected", "failed")
-
-
-@dataclass(eq=False, slots=True)
-class Taking:
-    """Taking in one fragment that another node asked to hold, or is about to.
-
-    As long as that is not sure there is no ``table``. ``sums`` are the checksums of the blocks that
-    are in ``region``, ``tries`` counts pulls since the table is there. What is ``early`` is being
-    pulled since before that; what is ``dropped`` need not arrive.
-    """
-
-    message: Hold | Prefetch
-    table: np.ndarray | None = None
-    region: Region | None = None
-    sums: np.ndarray | None = None
-    tries: int = 0
-    early: bool = False
-    dropped: bool = False
-
-    @property
-    def key(self) -> tuple[ShardId, int]:
-        """Which fragment."""
-        return self.message.header.shard, self.message.header.index
-
-    def lacking(self) -> Flags:
-        """The rows that have to be pulled: those not here, or not what the table says."""
-        header = self.message.header
-        if self.sums is None:
-            return np.ones(header.rows, bool)
-        if self.table is None:
-            return np.zeros(header.rows, bool)
-        return np.asarray(self.sums != self.table[header.index])
-
-
-@dataclass(eq=False, slots=True)
-class Fetching:
-    """Bringing a shard home: into ``region``, with ``parity`` to rebuild from."""
-
-    message: Fetch
-    region: Region | None = None
-    parity: Region | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Storing:
-    """Writing what is here of one generation to disk; what is ``waiting`` is lent to it.
-
-    ``copied_bytes`` of the file that is being written have gone to the disk; its thread says so.
-    """
-
-    message: Store
-    waiting: deque[Entry]
-    copied_bytes: int = 0
-    problems: list[str] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Scrubbing:
-    """Reading all files on disk, one by one; these are left of the round."""
-
-    waiting: deque[DiskFile] = field(default_factory=deque)
-
-
-# -- actions that are settled at once, in order, before the next event; they cannot fail ----------
+# -- small actions --------------------------------------------------------------------------------
+# The driver performs them under the core's lock, in order, before the next event. So the core's
+# records and the files agree whenever another event is decided. They cannot fail.
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Complete the file of an entry: table and end mark first, superblock last."""
+    """Complete the file of an entry: table and end mark first, superblock last.
+
+    The superblock names the content, so a file that a crash cut off before it has no name and is
+    not adopted.
+    """
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Recycle:
-    """Keep a region for the next taker. Nobody writes to it any more."""
+    """Keep a region for the next allocation. No process writes to it any more."""
 
     run: str
     region: Region
@@ -136,7 +55,7 @@ class Recycle:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Give a region back for good: somebody may still have it mapped."""
+    """Unlink a region and count it out. Used where a trainer may still have it mapped."""
 
     run: str
     region: Region
@@ -144,78 +63,84 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class MarkAssigned:
-    """Mark a region as one that a process keeps, so that an agent after this one knows it."""
+    """Mark a region's file as assigned to a process, so that the next agent knows it too."""
 
     region: Region
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give back what a run keeps for later."""
+    """Give all spare regions of a run back to the system."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Borrow:
-    """Give the task a region that is kept for the next taker, if there is one that fits."""
+    """Give ``taking`` a spare region that fits, if there is one; else it stays without."""
 
     taking: Taking
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Tell the core ``Due(task)`` at that time, or soon after."""
+    """Tell the core ``Due(task)`` at ``at_s`` on its clock, or soon after."""
 
     at_s: float
-    task: Job | Taking | Vigil | Scrubbing
+    task: Job | Taking | GroupHealth | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that people may want to know."""
+    """Log a text at level warning."""
 
     text: str
 
 
-# -- answers to the request that the events began with --------------------------------------------
+# -- answers to the request that started the chain of events --------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """It is done."""
+    """The request succeeded with this answer."""
 
     message: object
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """It cannot be done."""
+    """The request failed with this error."""
 
     error: Exception
 
 
-# -- actions that take time: each ends in Finished or Failed --------------------------------------
+# -- large actions: they take time; each ends in Finished or Failed -------------------------------
 
 
-# Requests that are answered when what they change is written down.
+# Requests that are answered only when the run's notes with their changes are written.
 Noted = Commit | Begin | Forget | Fence | Guard | Retain
 
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Write down what must outlive the process of a run, as it is when this is performed.
+    """Write the run's notes to its state file in tmpfs, as they are when this is performed.
 
-    Its result is the ``Notes`` that were written. ``request`` is answered after that.
+    The result is the ``RunNotes`` that were written. ``request``, if any, is answered after that,
+    so that an answer never promises what a killed agent would forget.
     """
 
     run: str
     request: Noted | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Allocate:
-    """A region for a task. Its result is the region; ``budget_bytes`` 0 is the agent's default."""
+    """Allocate a region for a task. The result is the region.
+
+    ``budget_bytes`` is the run's memory budget; 0 stands for the agent's default. ``what`` is for
+    error messages. ``again``: nothing may be dropped to make room, either because that was tried
+    already or because the task is a repair.
+    """
 
     run: str
     size_bytes: int
@@ -227,16 +152,16 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Fill the job's parity from its home copy. Its result is the checksum table."""
+    """Compute the job's parity from its home copy. The result is the checksum table."""
 
     job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Pull what the task lacks into its region. Its result is the ``sums`` of all blocks there.
+    """Pull the rows that the task lacks into its region. The result is the new ``sums``.
 
-    It fails if there is no region.
+    Fails if the task has no region.
     """
 
     taking: Taking
@@ -244,14 +169,14 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Pull what is left of a shard into place and rebuild the rest. Its result is ``Gathered``."""
+    """Pull what survives of a shard into place and rebuild the rest. The result is ``Gathered``."""
 
     fetching: Fetching
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A shard in its region, every block proven, and what that took."""
+    """A shard in its region, every block verified, and what it took to get it there."""
 
     table: np.ndarray
     pulled_bytes: int
@@ -261,7 +186,10 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Send a message to the agent at an address. ``job`` waits for the answer to a ``Hold``."""
+    """Send a message to the agent at ``address``.
+
+    ``job`` and ``node`` are set for a ``Hold``: a failure to send it is that holder's answer.
+    """
 
     address: str
     message: Hold | Held
@@ -271,9 +199,9 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the agent at an address what it will be asked to hold, unless that has begun.
+    """Send a ``Prefetch`` to a future holder, unless the job is past encoding by then.
 
-    Whether it arrives makes no difference.
+    Best effort: the job does not depend on whether it arrives.
     """
 
     address: str
@@ -283,22 +211,23 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class AskPeer:
-    """Ask a node what it has. Its result is a ``Presence``. ``at_s`` is when this was decided.
+    """Ask a node which fragments it has. The result is a ``Presence``.
 
-    Nothing hangs on a single answer: patience of a few seconds is enough.
+    ``at_s`` is when the core decided to ask. The timeout is short: a lost answer only counts one
+    miss, and the node is asked again in the next round.
     """
 
-    vigil: Vigil
-    sight: Sight
+    health: GroupHealth
+    sight: PeerHealth
     message: Probe
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Read a file on disk. Its result says what is wrong with it: nothing if it is empty.
+    """Verify a file on disk. The result is a text that says what is wrong, or is empty.
 
-    At most at that rate; no other is read meanwhile.
+    One file is read at a time, at no more than ``bytes_per_s``.
     """
 
     scrubbing: Scrubbing
@@ -306,12 +235,17 @@ class Check:
     bytes_per_s: float
 
 
-# -- the same, but nobody waits for the disk: one thread of its own does them, in order -----------
+# -- large actions on the disk --------------------------------------------------------------------
+# One thread of their own performs them, in the order in which they were decided. No request waits
+# for the disk.
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write a lent entry to disk. Its result is the ``DiskFile``."""
+    """Write a lent entry to disk. The result is the ``DiskFile``.
+
+    ``again``: room was made once already after this file found none.
+    """
 
     storing: Storing
     entry: Entry
@@ -327,7 +261,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write down on disk what must outlive the memory of a run. Its result is the ``Notes``."""
+    """Write the lasting part of the run's notes to disk. The result is what was written."""
 
     run: str
 
@@ -361,7 +295,7 @@ Request = (
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A large action is done."""
+    """A large action succeeded."""
 
     action: Large
     result: object = None
@@ -369,7 +303,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A large action could not be done, and left nothing behind."""
+    """A large action failed and had no lasting effect."""
 
     action: Large
     error: Exception
@@ -379,12 +313,12 @@ class Failed:
 class Due:
     """The time that a ``Wake`` named has come."""
 
-    task: Job | Taking | Vigil | Scrubbing
+    task: Job | Taking | GroupHealth | Scrubbing
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The agent serves from now on: what an earlier process left has been entered."""
+    """The agent serves from now on. All that an earlier process left in memory is entered."""
 
 
 Event = Request | Finished | Failed | Due | Begun

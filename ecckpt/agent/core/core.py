@@ -1,18 +1,21 @@
-"""What an agent decides: one event in, the actions that follow out. No I/O, no threads, no clock.
+"""The core of an agent: one event in, the actions that follow out. No I/O, no threads, no clock.
 
-A driver hands in requests and the ends of actions, one at a time, and performs what comes back, in
-order. In production that is driver.py, with sockets, threads and files; the simulator has another.
+A driver hands in requests and the ends of actions, one at a time, and performs the actions that
+come back, in order. In production that is agent/runtime/driver.py, with sockets, threads and files;
+in a simulation sim/hosts/agent.py.
 
     Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Begin,
-    Fence, Fetch, Guard, Store, Retain                                   requests (wire/)
-    Begun, Finished, Failed, Due                    start, ends of actions, alarms (actions.py)
+    Forget, Fence, Fetch, Assign, Guard, Store, Retain      requests (protocol/messages)
+    Begun, Finished, Failed, Due                            start, ends of actions, alarms
 
-A request that raises has changed nothing. Each room decides about its own tasks: protect.py,
-prefetch.py, hold.py, fetch.py, guard.py, store.py, scrub.py; ledgers.py about files.
+A request that raises has changed nothing. ``Core`` dispatches; the rules are elsewhere:
+run_record.py (retention and fencing), run_records.py (files), protect.py, prefetch.py, hold.py,
+fetch.py, health.py and repair.py, archive.py, scrub.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ecckpt.agent.core.actions import (
@@ -26,10 +29,8 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
-    Fetching,
     Finished,
     Gather,
-    Job,
     MarkAssigned,
     Noted,
     Post,
@@ -40,21 +41,20 @@ from ecckpt.agent.core.actions import (
     Remember,
     Reply,
     Request,
-    Scrubbing,
-    Taking,
     Warn,
     Write,
 )
-from ecckpt.agent.core.archive import Storekeeper
+from ecckpt.agent.core.archive import Archiver
 from ecckpt.agent.core.fetch import Fetcher, slot_of
-from ecckpt.agent.core.health import Vigil
+from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.hold import Holder
 from ecckpt.agent.core.protect import EARLY_BYTES, Protector
-from ecckpt.agent.core.repair import Guardian
+from ecckpt.agent.core.repair import Repairer
 from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.scrub import Scrubber
 from ecckpt.agent.core.sizing import steady_bytes
+from ecckpt.agent.core.tasks import Fetching, Job, Scrubbing, Taking
 from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import ShardId, check_name
@@ -77,12 +77,13 @@ _NO_ROOM = (MemoryBudgetTooSmall, TmpfsFull, NotMapped)
 
 
 class Core:
-    """One agent's decisions. Not thread-safe: whoever drives it takes one event after another.
+    """The decisions of one agent. Not thread-safe: the driver hands in one event after another.
 
-    Peers reach the agent at ``address``. ``budget_bytes`` is what a run may use on this node unless
-    it says otherwise. ``disk``: whether the node has one; ``disk_problem``: why it is of no use;
-    ``scrub_bytes_per_s``: how fast it is read all the time, 0 for not at all. Of fragments of at
-    least ``early_bytes`` holders are told before they are encoded.
+    Peers reach the agent at ``address``. ``budget_bytes`` is the memory that a run may use on this
+    node unless its requests say otherwise. ``disk``: whether the node has a disk; ``disk_problem``:
+    why it cannot be used. ``scrub_bytes_per_s``: rate at which the disk is read to find damage, 0
+    for never. Fragments of at least ``early_bytes`` are announced to their holders before they are
+    encoded.
     """
 
     def __init__(
@@ -97,24 +98,25 @@ class Core:
         early_bytes: int = EARLY_BYTES,
     ) -> None:
         self.ledgers = RunRecords(node, disk=disk)
-        self.storekeeper = Storekeeper(self.ledgers, problem=disk_problem)
+        self.archiver = Archiver(self.ledgers, problem=disk_problem)
         self._node = node
         self._budget_bytes = budget_bytes
         self._protector = Protector(self.ledgers, address=address, early_bytes=early_bytes)
         self._holder = Holder(self.ledgers)
         self._fetcher = Fetcher(self.ledgers)
-        self.guardian = Guardian(self.ledgers, self._protector, budget_bytes=budget_bytes)
+        self.repairer = Repairer(self.ledgers, self._protector, budget_bytes=budget_bytes)
         self._scrubber = Scrubber(self.ledgers, bytes_per_s=scrub_bytes_per_s)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from an event at that time. Raises an ``EcckptError`` to refuse a request.
+        """Decide what follows from an event at that time.
 
-        ``now_s`` is of any clock that never goes back.
+        Raises an ``EcckptError`` to refuse a request. ``now_s`` is of any clock that never goes
+        back.
         """
         match event:
             case Finished(Check() as check, verdict):
                 actions = self._scrubber.checked(check, str(verdict), now_s)
-            case Failed(Check() as check):  # nothing is known of it
+            case Failed(Check() as check):  # no verdict: the file is neither good nor damaged
                 actions = self._scrubber.checked(check, "", now_s)
             case Finished(action, result) if isinstance(action, Behind):
                 actions = self._done_on_disk(action, result)
@@ -125,12 +127,16 @@ class Core:
             case Due(task):
                 actions = self._due(task, now_s)
             case Begun():
-                actions = [*self.guardian.resume(now_s), *self._scrubber.begin(now_s)]
+                actions = [
+                    *self.repairer.resume(now_s),
+                    *self._scrubber.schedule_first_round(now_s),
+                ]
             case _:
                 actions = self._requested(event, now_s)
-        return [*actions, *self._holder.prefetcher.review(), *self.guardian.review(now_s)]
+        # Any event may have fenced a writer, committed a generation or ended the repair.
+        return [*actions, *self._holder.prefetcher.review(), *self.repairer.review(now_s)]
 
-    def _due(self, task: Job | Taking | Vigil | Scrubbing, now_s: float) -> list[Action]:
+    def _due(self, task: Job | Taking | GroupHealth | Scrubbing, now_s: float) -> list[Action]:
         match task:
             case Job():
                 return self._protector.due(task, now_s)
@@ -138,26 +144,26 @@ class Core:
                 return self._holder.prefetcher.due(task)
             case Scrubbing():
                 return self._scrubber.due(task, now_s)
-        return self.guardian.due(task, now_s)
+        return self.repairer.due(task, now_s)
 
     def progress(self, shard: ShardId) -> Progress:
-        """How far a shard is."""
+        """How far the protection of a shard is."""
         return self._protector.progress(shard)
 
     def home(self, shard: ShardId) -> Entry:
-        """The sealed home copy of a shard."""
+        """The sealed home copy of a shard; raises if there is none, or it is still being staged."""
         entry = self.ledgers.find(shard, HOME)
         if entry.table is None:
             raise InvalidMessage(f"{shard} is still being staged")
         return entry
 
     def presence(self, message: Probe) -> Presence:
-        """What is here of the shards that another node asks about, and what is about to be."""
-        ledger = self.ledgers.look(message.run)
+        """Which fragments of these shards this node has, and which it is about to have."""
+        record = self.ledgers.look(message.run)
         return Presence(
             node=self._node,
-            committed=ledger.committed,
-            held=tuple(tuple(ledger.held(shard)) for shard in message.shards),
+            committed=record.committed,
+            held=tuple(tuple(record.held(shard)) for shard in message.shards),
             coming=tuple(tuple(self._holder.coming(shard)) for shard in message.shards),
         )
 
@@ -186,10 +192,10 @@ class Core:
         return actions
 
     def _asked_behind(self, request: Guard | Store | Retain, now_s: float) -> list[Action]:
-        """What goes on behind the saves."""
+        """Dispatch the requests whose work goes on in the background of the saves."""
         if isinstance(request, Guard):
-            return self.guardian.start(request, now_s)
-        return self.storekeeper.asked(request)
+            return self.repairer.start(request, now_s)
+        return self.archiver.handle_request(request)
 
     def _reserve(self, message: Reserve) -> list[Action]:
         header = message.header
@@ -209,13 +215,20 @@ class Core:
         return [
             *self.ledgers.admit(run, header.shard.generation.timeline, header),
             *self.ledgers.discard(run, rank, message.discard),
-            *self.ledgers.clear(run, rank),
-            Allocate(run, header.file_bytes, budget_bytes, f"a slot for rank {rank}", message),
+            *self.ledgers.clear(run, rank),  # before the new slot: it may need their memory
+            Allocate(
+                run=run,
+                size_bytes=header.file_bytes,
+                budget_bytes=budget_bytes,
+                what=f"a slot for rank {rank}",
+                task=message,
+            ),
         ]
 
     def _reserved(self, message: Reserve, region: Any) -> list[Action]:
         header = message.header
         try:
+            # Again: the fence may have risen while the region was allocated.
             self.ledgers.of(header.shard.run).admit(header.shard.generation.timeline)
         except Fenced as error:
             return [Recycle(header.shard.run, region), Refuse(error)]
@@ -225,7 +238,8 @@ class Core:
     def _stage(self, message: Stage) -> list[Action]:
         header = message.header
         run, timeline = header.shard.run, header.shard.generation.timeline
-        self.ledgers.look(run).check(timeline)
+        # ``stage`` may raise, so the fence is raised only after it.
+        self.ledgers.look(run).check_writer(timeline)
         staged = self.ledgers.stage(header, message.region)
         return [*staged, *self.ledgers.admit(run, timeline), Reply(Done())]
 
@@ -237,38 +251,38 @@ class Core:
         return [MarkAssigned(home.region), Reply(slot_of(home.header, home.region))]
 
     def _commit(self, message: Commit) -> list[Action]:
-        ledger = self.ledgers.of(message.run)
-        ledger.commit(message.generation)
-        return self.ledgers.note(ledger, message) or [
-            *self.ledgers.retire(ledger.outdated()),
+        record = self.ledgers.of(message.run)
+        record.commit(message.generation)
+        return self.ledgers.write_notes(record, message) or [
+            *self.ledgers.retire(record.outdated()),
             Reply(Done()),
         ]
 
     def _fence(self, message: Begin | Forget | Fence) -> list[Action]:
-        ledger = self.ledgers.of(message.run)
+        record = self.ledgers.of(message.run)
         if isinstance(message, Fence):
-            newer = ledger.admit(message.timeline)
-            ledger.learn(message.roll_backs)
+            newer = record.admit(message.timeline)
+            record.learn_roll_backs(message.roll_backs)
             if message.restored:
-                ledger.went_on_from(message.restored)
+                record.went_on_from(message.restored)
         else:
             check_name("session", message.session)
-            newer = ledger.begin(message.timeline, message.session)
+            newer = record.begin_timeline(message.timeline, message.session)
         forgotten: list[Action] = []
         if isinstance(message, Forget):
             forgotten = [
-                *self.storekeeper.stop(message.run),
+                *self.archiver.stop(message.run),
                 *self._holder.prefetcher.clear(message.run),
                 *self.ledgers.forget(message.run),
             ]
         return [
             *(self.ledgers.clear(message.run) if newer else ()),
             *forgotten,
-            *(self.ledgers.note(ledger, message) or [self._reply(message)]),
+            *(self.ledgers.write_notes(record, message) or [self._reply(message)]),
         ]
 
     def _reply(self, request: Noted) -> Reply:
-        """The answer, once what it changed is written down."""
+        """The answer to a request whose changes are now in the written notes."""
         if isinstance(request, Begin):
             return Reply(self.ledgers.look(request.run).inventory(self._node))
         return Reply(Done())
@@ -276,7 +290,7 @@ class Core:
     # -- ends of actions --------------------------------------------------------------------------
 
     def _finished(self, action: object, result: Any, now_s: float) -> list[Action]:
-        actions: list[Action] = []  # a message has arrived
+        actions: list[Action] = []  # a ``Post`` that was delivered needs no action
         match action:
             case Remember(run, request):
                 actions = self._remembered(run, result)
@@ -290,24 +304,26 @@ class Core:
             case Gather(fetching):
                 actions = self._fetcher.gathered(fetching, result)
             case AskPeer():
-                actions = self.guardian.answered(action, result, now_s)
+                actions = self.repairer.answered(action, result, now_s)
         return actions
 
     def _done_on_disk(self, action: Behind, result: Any) -> list[Action]:
         match action:
             case Write():
-                return self.storekeeper.written(action, result)
+                return self.archiver.written(action, result)
             case Record(run):
-                return self.ledgers.recorded(run, result)
-        return []  # files are gone
+                return self.ledgers.notes_copied(run, result)
+        return []  # Remove: the records were changed when it was decided
 
     def _remembered(self, run: str, notes: RunNotes) -> list[Action]:
-        ledger = self.ledgers.of(run)
-        ledger.noted = notes
+        record = self.ledgers.of(run)
+        record.noted = notes
+        # Only now, with the commit in the state file: an agent that is killed before this line
+        # finds the old notes and still has every file that they need.
         return [
-            *self.ledgers.retire(ledger.outdated()),
-            *self.ledgers.record(ledger),
-            *self.ledgers.remove(run, ledger.superseded()),
+            *self.ledgers.retire(record.outdated()),
+            *self.ledgers.copy_notes_to_disk(record),
+            *self.ledgers.remove(run, record.superseded()),
         ]
 
     def _allocated(self, task: object, region: Any) -> list[Action]:
@@ -323,7 +339,9 @@ class Core:
         raise AssertionError(task)
 
     def _failed(self, action: object, error: Exception, now_s: float) -> list[Action]:
-        actions: list[Action] = []  # a note is tried again with the next; an answer is not
+        # Notes that could not be written are written with the next change. A ``Held`` that could
+        # not be sent is not sent again: the home's job has a deadline.
+        actions: list[Action] = []
         match action:
             case Allocate(again=False) if isinstance(error, _NO_ROOM):
                 actions = self._make_room(action, error, now_s)
@@ -336,23 +354,30 @@ class Core:
             case Allocate(task=Reserve() as request) | Remember(request=request):
                 actions = [Refuse(error)] if request else []
             case Write():
-                actions = self.storekeeper.failed(action, error)
+                actions = self.archiver.failed(action, error)
             case AskPeer():
-                actions = self.guardian.missed(action, now_s)
+                actions = self.repairer.missed(action, now_s)
             case Record(run):
-                actions = self.ledgers.recorded(run, None)
+                actions = self.ledgers.notes_copied(run, None)
             case Post(message=Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions
 
     def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
-        """Drop what is least missed, where there is no other way.
+        """Drop what matters least, then try the allocation again.
 
-        First what nobody has asked to hold yet, then what only the disk still needs. Then what
-        older timelines have left (saves that failed before a restart would otherwise stay until a
-        commit that there is no room for), and slots that ranks of any run have reserved ahead: they
-        may have ended, and one that lives asks again.
+        In this order, each only if the one before freed nothing:
+
+            1. prefetched fragments: no ``Hold`` has asked for them yet;
+            2. doomed entries that only a pending write to disk keeps;
+            3. files of older timelines (a save that failed before a restart would otherwise stay
+               until a commit for which there is no room), and slots that ranks of any run reserved
+               in advance: a rank that has ended needs none, and one that lives reserves again.
+
+        After steps 1 and 2 the action stays ``again=False``, so the next step is still open if it
+        fails again. Step 3 is the last: the action that it returns is ``again=True``.
         """
+        # A budget is one run's; a full tmpfs is shared by the files of all runs.
         run = action.run if isinstance(error, MemoryBudgetTooSmall) else None
         early = self._holder.prefetcher.clear(run)
         if early:
@@ -360,11 +385,9 @@ class Core:
         recalled = self.ledgers.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]
-        again = Allocate(
-            action.run, action.size_bytes, action.budget_bytes, action.what, action.task, again=True
-        )
-        ledger = self.ledgers.of(action.run)
-        abandoned = ledger.abandoned() or ledger.leftover()
+        again = replace(action, again=True)
+        record = self.ledgers.of(action.run)
+        abandoned = record.abandoned() or record.leftover()
         unused = self.ledgers.unused()
         if not abandoned and not unused:
             return self._failed(again, error, now_s)

@@ -1,4 +1,12 @@
-"""Bringing a shard home: a region, room for parity, gather and rebuild, seal."""
+"""Bringing a shard to this node for a restore: a ``Fetch`` makes this node a home of the shard.
+
+    start --> region allocated --> parity allocated --> gathered --> sealed, Fetched is the answer
+      |          |                    |                    |
+      +----------+--------------------+--------------------+--> failed: regions recycled, refused
+
+``gather`` pulls every surviving block into place and rebuilds the rest; it needs the parity region
+only if m > 0. The request is answered at the end, so a server thread waits all the time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,6 @@ from typing import TYPE_CHECKING
 from ecckpt.agent.core.actions import (
     Action,
     Allocate,
-    Fetching,
     Gather,
     Gathered,
     Recycle,
@@ -18,6 +25,7 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.sizing import parity_region_bytes
+from ecckpt.agent.core.tasks import Fetching
 from ecckpt.errors import Fenced, RequestRefused
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header
 from ecckpt.protocol.messages.restore import Fetch, Fetched
@@ -26,28 +34,29 @@ from ecckpt.protocol.messages.save import Slot
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-# Whoever asks waits in a server thread: some must be left for peers that fetch from here.
+# Each fetch occupies one of the 64 server threads (runtime/daemon.py) until it ends. The other half
+# is left for peers: two nodes that fetch from each other would otherwise wait for each other.
 FETCHES = 32
 
 
 class Fetcher:
-    """The shards on their way to this node."""
+    """The shards on their way to this node, at most ``FETCHES``."""
 
-    def __init__(self, ledgers: RunRecords) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
         self._running = 0
 
     def start(self, message: Fetch) -> list[Action]:
-        """Make this node the shard's home; answered when it is here."""
+        """Allocate a region for the shard and gather it there; the answer comes at the end."""
         if self._running >= FETCHES:
-            raise RequestRefused(self._ledgers.node, 503, f"{FETCHES} shards are being fetched")
+            raise RequestRefused(self._records.node, 503, f"{FETCHES} shards are being fetched")
         header = message.header
-        admitted = self._ledgers.admit(header.shard.run, message.writer)
+        admitted = self._records.admit(header.shard.run, message.writer)
         self._running += 1
         return [*admitted, _allocate(Fetching(message), header.file_bytes)]
 
     def allocated(self, fetching: Fetching, region: Region) -> list[Action]:
-        """There is room for the shard, or for its parity."""
+        """The region of the shard was allocated, or after it the region of its parity."""
         header = fetching.message.header
         if fetching.region is not None:
             fetching.parity = region
@@ -58,30 +67,30 @@ class Fetcher:
         return [Gather(fetching)]
 
     def gathered(self, fetching: Fetching, gathered: Gathered) -> list[Action]:
-        """The shard is here, every block proven."""
+        """The shard is in its region, every block verified: seal and enter it."""
         message, region = fetching.message, fetching.region
         assert region is not None
         run = message.header.shard.run
-        try:
-            admitted = self._ledgers.admit(run, message.writer)
+        try:  # again: the fence may have risen during the gathering
+            admitted = self._records.admit(run, message.writer)
         except Fenced as error:
             return self.failed(fetching, error)
         entry = Entry(message.header, region, gathered.table)
-        fetching.region = None
+        fetching.region = None  # the entry owns it now: it must not be recycled below
         answer = Fetched(
             slot_of(message.header, region),
             gathered.pulled_bytes,
             gathered.rebuilt_fragments,
             gathered.problems,
         )
-        entered = [Seal(entry), *self._ledgers.enter(entry)]
-        return [*admitted, *entered, *self._let_go(fetching), Reply(answer)]
+        entered = [Seal(entry), *self._records.enter(entry)]
+        return [*admitted, *entered, *self._release(fetching), Reply(answer)]
 
     def failed(self, fetching: Fetching, error: Exception) -> list[Action]:
-        """There is no room, or what can be reached does not suffice."""
-        return [*self._let_go(fetching), Refuse(error)]
+        """Memory was too small, or the sources that can be reached do not suffice."""
+        return [*self._release(fetching), Refuse(error)]
 
-    def _let_go(self, fetching: Fetching) -> list[Action]:
+    def _release(self, fetching: Fetching) -> list[Action]:
         self._running -= 1
         run = fetching.message.header.shard.run
         regions = [fetching.region, fetching.parity]
@@ -90,7 +99,7 @@ class Fetcher:
 
 
 def slot_of(header: Header, region: Region) -> Slot:
-    """How a trainer on this node reaches a home copy, or the place for one."""
+    """How a trainer on this node maps a home copy, or the region for one."""
     return Slot(
         str(region.path), region.name, region.use, region.size_bytes, SUPERBLOCK_BYTES, header
     )
@@ -99,4 +108,10 @@ def slot_of(header: Header, region: Region) -> Slot:
 def _allocate(fetching: Fetching, size_bytes: int) -> Allocate:
     message = fetching.message
     shard = message.header.shard
-    return Allocate(shard.run, size_bytes, message.memory_bytes, f"restoring {shard}", fetching)
+    return Allocate(
+        run=shard.run,
+        size_bytes=size_bytes,
+        budget_bytes=message.memory_bytes,
+        what=f"restoring {shard}",
+        task=fetching,
+    )

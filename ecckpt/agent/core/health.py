@@ -1,8 +1,16 @@
-"""What a home knows of the nodes that hold its shards: who answers, and what each of them has.
+"""The health of the nodes that hold a home's fragments: which answer, and what each of them has.
 
-A node is lost when it has not answered three times in a row. What it has is what it says: nothing
-is concluded from what it was once sent, so one that is back with an empty memory is seen for what
-it is, and so is one that another node has replaced at the same address.
+A peer, as its home sees it:
+
+    answering --no answer--> missed 1 --> missed 2 --> missed 3: lost, asked every LOST_PEER_ROUND_S
+        ^                       |            |            |
+        +------- answer --------+------------+------------+
+
+Fragments of a lost node count as missing. Only a node's latest answer says what it has; nothing is
+concluded from what was sent to it earlier. So a node that comes back with an empty memory is seen
+as empty, and a node that another one has replaced at the same address is seen as the new one.
+
+repair.py asks the peers and decides what is made again from the answers.
 """
 
 from __future__ import annotations
@@ -12,21 +20,25 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ecckpt.agent import deadlines
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe
 
-ROUND_S = 2.0
-MISSES = 3
-_LOST_ROUND_S = 5.0  # for those that are lost: each may cost a thread its patience
+MISSES = 3  # in a row, until a node counts as lost
 
 
-@dataclass(eq=False, slots=True)
-class Sight:
-    """A node that may hold fragments: what it ``held`` when it was last asked, at ``asked_s``.
+@dataclass(eq=False, kw_only=True, slots=True)
+class PeerHealth:
+    """A node that may hold fragments, as of its latest answer.
 
-    ``coming`` is what it was about to hold, ``committed`` what it was told of. ``misses`` is how
-    often in a row it has not answered since, the next time to ask is ``ask_at_s``.
+    Attributes:
+        held: what it had when it was asked at ``asked_s``.
+        coming: what it was about to hold then.
+        committed: the newest generation that it had been told of.
+        asking: a probe is under way.
+        misses: probes in a row that were not answered.
+        ask_at_s: the earliest time of the next probe.
     """
 
     node: str
@@ -42,34 +54,34 @@ class Sight:
 
     @property
     def lost(self) -> bool:
-        """Whether it counts as lost."""
+        """Whether the node counts as lost."""
         return self.misses >= MISSES
 
     def knows(self, shard: ShardId, since_s: float) -> bool:
-        """Whether it was asked about a shard at that time or later, or is lost."""
+        """Whether the node was asked about a shard at ``since_s`` or later, or is lost."""
         return self.lost or (self.asked_s >= since_s and shard in self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPieces:
-    """Which living nodes have what of a shard; ``coming`` are fragments on their way to one."""
+    """Which answering nodes have what of a shard; ``coming`` are fragments about to be held."""
 
     homes: frozenset[str]
     fragments: Mapping[int, Collection[str]]
     coming: Mapping[int, Collection[str]]
 
 
-class Vigil:
-    """Watching over one run's home copies on the node ``home``."""
+class GroupHealth:
+    """The health of the group of one run's home copies on the node ``home``."""
 
     def __init__(self, run: str, home: str) -> None:
         self.run = run
-        self.sights: list[Sight] = []
+        self.peers: list[PeerHealth] = []
         self._home = home
         self._guard: Guard | None = None
         self._newest: Generation | None = None
         self._indices: Mapping[ShardId, int] = {}
-        self._since_s: dict[ShardId, float] = {}  # from when on answers count
+        self._since_s: dict[ShardId, float] = {}  # answers before this time do not count
 
     def align(
         self,
@@ -78,94 +90,108 @@ class Vigil:
         newest: Generation | None,
         now_s: float,
     ) -> None:
-        """Watch these nodes from now on, for these shards of so many fragments each.
+        """Take over the current guard, and the shards to watch with their numbers of fragments.
 
-        ``newest`` is the newest generation that the home was told of.
+        ``newest`` is the newest generation that the home was told of. If the members are the same,
+        what is known of them stays.
         """
         if self._guard is None or self._guard.members != guard.members:
-            self.sights = [Sight(each.node, each.domain, each.address) for each in guard.members]
+            self.peers = [
+                PeerHealth(node=each.node, domain=each.domain, address=each.address)
+                for each in guard.members
+            ]
         self._guard = guard
         self._newest = newest
         self._indices = indices
         self._since_s = {shard: self._since_s.get(shard, now_s) for shard in indices}
 
     @property
-    def holders(self) -> list[Sight]:
-        """The nodes that hold fragments 0, 1, ... when all is well."""
-        return self.sights[: self._guard.holders if self._guard else 0]
+    def holders(self) -> list[PeerHealth]:
+        """The members that hold fragments 0, 1, ... when nothing is lost."""
+        return self.peers[: self._guard.holders if self._guard else 0]
 
-    def to_ask(self, now_s: float) -> list[Sight]:
-        """Whom to ask now: the holders, and where they lack something the others too."""
+    def to_ask(self, now_s: float) -> list[PeerHealth]:
+        """The peers to probe now, marked as ``asking``.
+
+        The holders; while they lack a fragment, the other members too, since one of them may have
+        it.
+        """
         whole = all(self._whole(shard) for shard in self._indices)
-        asked = self.holders if whole else self.sights
-        due = [sight for sight in asked if not sight.asking and now_s >= sight.ask_at_s]
-        for sight in due:
-            sight.asking = True
+        asked = self.holders if whole else self.peers
+        due = [peer for peer in asked if not peer.asking and now_s >= peer.ask_at_s]
+        for peer in due:
+            peer.asking = True
         return due
 
-    def answered(self, sight: Sight, probe: Probe, seen: Presence, at_s: float) -> str:
-        """A node that was asked at that time has answered; returns what people should know."""
-        others = {self._home} | {each.node for each in self.sights if each is not sight}
+    def answered(self, peer: PeerHealth, probe: Probe, seen: Presence, at_s: float) -> str:
+        """A node that was asked at ``at_s`` has answered; returns a text to log, or nothing.
+
+        If the answer comes from another member or from the home itself, the address now belongs to
+        that node, and the peer counts as missed.
+        """
+        others = {self._home} | {each.node for each in self.peers if each is not peer}
         if seen.node in others:
-            return self.missed(sight, at_s)  # an address that now is somebody else's
-        back = f"node {seen.node} at {sight.address} answers again" if sight.lost else ""
-        if seen.node != sight.node:
-            back = f"node {seen.node} is where node {sight.node} was, at {sight.address}"
-        sight.node, sight.asking, sight.misses, sight.asked_s = seen.node, False, 0, at_s
-        sight.ask_at_s, sight.committed = 0.0, seen.committed
-        sight.held = dict(zip(probe.shards, seen.held, strict=True))
-        sight.coming = dict(zip(probe.shards, seen.coming, strict=True))
+            return self.missed(peer, at_s)  # the address belongs to another node now
+        back = f"node {seen.node} at {peer.address} answers again" if peer.lost else ""
+        if seen.node != peer.node:
+            back = f"node {seen.node} is where node {peer.node} was, at {peer.address}"
+        peer.node, peer.asking, peer.misses, peer.asked_s = seen.node, False, 0, at_s
+        peer.ask_at_s, peer.committed = 0.0, seen.committed
+        peer.held = dict(zip(probe.shards, seen.held, strict=True))
+        peer.coming = dict(zip(probe.shards, seen.coming, strict=True))
         return back
 
-    def missed(self, sight: Sight, now_s: float) -> str:
-        """A node has not answered; returns what people should know."""
-        sight.asking = False
-        sight.misses += 1
-        if sight.lost:
-            sight.ask_at_s = now_s + _LOST_ROUND_S
-        if sight.misses != MISSES:
+    def missed(self, peer: PeerHealth, now_s: float) -> str:
+        """A node has not answered; returns a text to log, or nothing."""
+        peer.asking = False
+        peer.misses += 1
+        if peer.lost:
+            peer.ask_at_s = now_s + deadlines.LOST_PEER_ROUND_S
+        if peer.misses != MISSES:
             return ""
-        return f"node {sight.node} at {sight.address} counts as lost: no answer {MISSES} times"
+        return f"node {peer.node} at {peer.address} counts as lost: no answer {MISSES} times"
 
     def known(self, shard: ShardId, since_s: float) -> bool:
-        """Whether all that matters for a shard was asked at that time or later.
+        """Whether every peer that matters for a shard was asked at ``since_s`` or later.
 
-        Where the holders have it whole, they are all that matters. Nothing is known of a home that
-        has not been told of a commit yet: the others may have let go what came before.
+        The holders are enough while they have all fragments. Nothing counts as known while a peer
+        was told of a newer commit than the home: the peers may have dropped the older fragments
+        already.
         """
         if shard not in self._since_s or self._behind():
             return False
         since_s = max(since_s, self._since_s[shard])
-        asked = self.holders if self._whole(shard) else self.sights
-        return all(sight.knows(shard, since_s) for sight in asked)
+        asked = self.holders if self._whole(shard) else self.peers
+        return all(peer.knows(shard, since_s) for peer in asked)
 
     def pieces(self, shard: ShardId) -> ShardPieces:
-        """Where what of a shard is, by the latest answers; the home's own copy is among them."""
+        """Where the pieces of a shard are, by the latest answers, the home's own copy included."""
         homes = {self._home}
         fragments: dict[int, list[str]] = defaultdict(list)
         coming: dict[int, list[str]] = defaultdict(list)
-        for sight in self.sights:
-            if sight.lost:
+        for peer in self.peers:
+            if peer.lost:
                 continue
-            for index in sight.held.get(shard, ()):
+            for index in peer.held.get(shard, ()):
                 if index == HOME:
-                    homes.add(sight.node)
+                    homes.add(peer.node)
                 else:
-                    fragments[index].append(sight.node)
-            for index in sight.coming.get(shard, ()):
-                coming[index].append(sight.node)
+                    fragments[index].append(peer.node)
+            for index in peer.coming.get(shard, ()):
+                coming[index].append(peer.node)
         return ShardPieces(frozenset(homes), fragments, coming)
 
     def lost(self) -> list[str]:
-        """Nodes that count as lost."""
-        return [sight.node for sight in self.sights if sight.lost]
+        """Names of the nodes that count as lost."""
+        return [peer.node for peer in self.peers if peer.lost]
 
     def _behind(self) -> bool:
-        told = [sight.committed for sight in self.sights if sight.committed and not sight.lost]
+        """Whether a peer was told of a newer commit than the home."""
+        told = [peer.committed for peer in self.peers if peer.committed and not peer.lost]
         return any(self._newest is None or each > self._newest for each in told)
 
     def _whole(self, shard: ShardId) -> bool:
-        """Whether the holders have all of it, without the others."""
+        """Whether the holders that answer have all fragments of the shard."""
         held = {
             index for each in self.holders if not each.lost for index in each.held.get(shard, ())
         }

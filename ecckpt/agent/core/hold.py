@@ -1,4 +1,22 @@
-"""Holding fragments of other nodes' shards: queue, pull, prove every block, seal, answer."""
+"""Holding fragments of other nodes' shards: queue, pull, verify every block, seal, answer.
+
+A fragment being taken in (``Taking``):
+
+    Hold --> waiting --> pulling: allocate a region, unless prefetch.py has borrowed one
+                            |
+                            v
+                         pull the rows that differ from the table, at most _TRIES times
+                            |                                    |
+                            | every block matches                | no room, no bytes, bad blocks
+                            v                                    v
+                         admit again, seal                    give the region back
+                            |                                    |
+                            +------> Held to the home <----------+
+
+A ``Prefetch`` may come before the ``Hold``: then prefetch.py may have pulled some bytes already.
+At most ``PULLS`` fragments are in the state pulling. A fragment that was claimed from the
+prefetcher while its early pull is under way waits in this state for that pull to end.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +25,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.actions import (
-    Action,
-    Allocate,
-    Discard,
-    Post,
-    Pull,
-    Recycle,
-    Reply,
-    Seal,
-    Taking,
-)
+from ecckpt.agent.core.actions import Action, Allocate, Discard, Post, Pull, Recycle, Reply, Seal
 from ecckpt.agent.core.prefetch import Prefetcher
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.core.tasks import Taking
 from ecckpt.errors import Fenced, InvalidMessage, RequestRefused
 from ecckpt.format.fragment_file import HOME, parse_table
 from ecckpt.format.ids import ShardId
@@ -30,27 +39,27 @@ from ecckpt.protocol.messages.save import Held, Hold, Prefetch
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-PULLS = 4
+PULLS = 4  # at a time
 _QUEUE_LIMIT = 4096
-_TRIES = 2  # a flipped bit on the way deserves a second try, not a third
+_TRIES = 2  # a bit that flips on the way is cured by a second pull; damage at the source is not
 
 
 class Holder:
-    """What this node was asked to hold: so many fragments at a time, the others wait."""
+    """The fragments that this node was asked to hold; ``PULLS`` of them are pulled at a time."""
 
-    def __init__(self, ledgers: RunRecords) -> None:
-        self._ledgers = ledgers
-        self.prefetcher = Prefetcher(ledgers)
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
+        self.prefetcher = Prefetcher(records)
         self._waiting: deque[Taking] = deque()
         self._pulling: list[Taking] = []
 
     def coming(self, shard: ShardId) -> list[int]:
-        """Fragments of a shard that are not here yet, but on their way."""
+        """Indices of fragments of a shard that are queued or being pulled."""
         takings = [taking.message.header for taking in (*self._waiting, *self._pulling)]
         return sorted({header.index for header in takings if header.shard == shard})
 
     def start(self, message: Prefetch | Hold, now_s: float) -> list[Action]:
-        """Queue the work, or perhaps begin it before it is asked for."""
+        """Take a ``Hold`` into the queue, or perhaps begin to pull for a ``Prefetch``."""
         if isinstance(message, Prefetch):
             return self._prefetch(message, now_s)
         return self._hold(message)
@@ -58,59 +67,74 @@ class Holder:
     def _prefetch(self, message: Prefetch, now_s: float) -> list[Action]:
         header = message.header
         if not 0 <= header.index < header.k:
-            raise InvalidMessage(f"fragment {header.index} is not there before it is encoded")
-        admitted = self._ledgers.admit(header.shard.run, message.writer, header)
+            raise InvalidMessage(
+                f"fragment {header.index} cannot be prefetched: "
+                "only data fragments exist before encoding"
+            )
+        admitted = self._records.admit(header.shard.run, message.writer, header)
         coming = header.index in self.coming(header.shard)
         begun = [] if coming else self.prefetcher.start(message, now_s)
         return [*admitted, Reply(Done()), *begun]
 
     def _hold(self, message: Hold) -> list[Action]:
-        """Queue the work; ``Held`` goes to the source when it is done."""
+        """Queue the work. ``Held`` goes to the source when it has ended."""
         header = message.header
         if header.index == HOME:
             raise InvalidMessage("a home copy is fetched, not held")
-        self._ledgers.look(header.shard.run).check(message.writer)
+        # Every check comes before the first change: a request that is refused changes nothing.
+        self._records.look(header.shard.run).check_writer(message.writer)
         table = parse_table(message.table, header, f"table of {header.shard}")
         queued = len(self._waiting) + len(self._pulling)
         if queued >= _QUEUE_LIMIT:
-            raise RequestRefused(self._ledgers.node, 503, f"{queued} fragments are queued")
-        admitted = self._ledgers.admit(header.shard.run, message.writer, header)
+            raise RequestRefused(self._records.node, 503, f"{queued} fragments are queued")
+        admitted = self._records.admit(header.shard.run, message.writer, header)
         superseded = self.prefetcher.supersede(header.shard)
         taking = self.prefetcher.claim(message) or Taking(message)
         taking.message, taking.table = message, table
         self._waiting.append(taking)
-        return [*admitted, Reply(Done()), *superseded, *self._next()]
+        return [*admitted, Reply(Done()), *superseded, *self._begin_queued()]
 
     def allocated(self, taking: Taking, region: Region) -> list[Action]:
-        """There is room for the fragment."""
+        """The region for the fragment was allocated."""
         taking.region = region
-        return self._go_on(taking)
+        return self._advance(taking)
 
     def pulled(self, taking: Taking, sums: np.ndarray) -> list[Action]:
-        """Bytes of it are here, with these checksums."""
+        """A pull has ended; ``sums`` are the checksums of the blocks now in the region."""
         if taking.early:
             return self._ended_early(taking, sums)
         taking.sums = sums
-        return self._go_on(taking)
+        return self._advance(taking)
 
     def failed(self, taking: Taking, error: Exception) -> list[Action]:
-        """There is no room, or the bytes cannot be had."""
+        """The region could not be allocated, or the source not be read."""
         return self._ended_early(taking, None) if taking.early else self._end(taking, str(error))
 
     def _ended_early(self, taking: Taking, sums: np.ndarray | None) -> list[Action]:
-        """A pull has ended that was begun before anybody asked: as good as it is, go on with it."""
-        actions = self.prefetcher.ended(taking, sums)
-        return actions + (self._go_on(taking) if taking in self._pulling else [])
+        """A pull that began before the ``Hold`` has ended; ``sums`` is None if it failed.
 
-    def _go_on(self, taking: Taking) -> list[Action]:
-        """Take the next step with what is here of a fragment: room, bytes, the end."""
+        If the fragment was claimed meanwhile, go on with what arrived: only rows that differ from
+        the table are pulled again.
+        """
+        actions = self.prefetcher.ended(taking, sums)
+        return actions + (self._advance(taking) if taking in self._pulling else [])
+
+    def _advance(self, taking: Taking) -> list[Action]:
+        """Take the next step for a fragment: allocate, pull, seal or give up."""
         message, header = taking.message, taking.message.header
         assert isinstance(message, Hold)
         if taking.region is None:
             what = f"fragment {header.index} of {header.shard}"
-            size_bytes, budget_bytes = header.file_bytes, message.memory_bytes
-            run, again = header.shard.run, message.repair
-            return [Allocate(run, size_bytes, budget_bytes, what, taking, again=again)]
+            return [
+                Allocate(
+                    run=header.shard.run,
+                    size_bytes=header.file_bytes,
+                    budget_bytes=message.memory_bytes,
+                    what=what,
+                    task=taking,
+                    again=message.repair,
+                )
+            ]
         bad_blocks = int(taking.lacking().sum())
         if bad_blocks and taking.tries < _TRIES:
             taking.tries += 1
@@ -121,47 +145,51 @@ class Holder:
                 f"fragment {header.index} of {header.shard} from {message.source}: "
                 f"{bad_blocks} of {header.rows} blocks fail their CRC32C",
             )
-        return self._keep(taking, taking.region)
+        return self._seal(taking, taking.region)
 
-    def _keep(self, taking: Taking, region: Region) -> list[Action]:
+    def _seal(self, taking: Taking, region: Region) -> list[Action]:
         header = taking.message.header
-        try:
-            admitted = self._ledgers.admit(header.shard.run, taking.message.writer)
+        try:  # again: the fence may have risen during the pull
+            admitted = self._records.admit(header.shard.run, taking.message.writer)
         except Fenced as error:
             return self._end(taking, str(error))
         entry = Entry(header, region, taking.table)
-        taking.region = None
-        return [*admitted, Seal(entry), *self._ledgers.enter(entry), *self._end(taking, "")]
+        taking.region = None  # the entry owns it now
+        return [*admitted, Seal(entry), *self._records.enter(entry), *self._end(taking, "")]
 
-    def _next(self) -> list[Action]:
-        """Begin what is queued, as far as places are free."""
+    def _begin_queued(self) -> list[Action]:
+        """Begin with queued fragments while there are places."""
         actions: list[Action] = []
         while self._waiting and len(self._pulling) < PULLS:
             self._pulling.append(self._waiting.popleft())
-            actions += self._begin(self._pulling[-1])
+            actions += self._begin_pull(self._pulling[-1])
         return actions
 
-    def _begin(self, taking: Taking) -> list[Action]:
+    def _begin_pull(self, taking: Taking) -> list[Action]:
         message, header = taking.message, taking.message.header
         assert isinstance(message, Hold)
         run = header.shard.run
-        actions = self._ledgers.discard(run, header.shard.rank, message.discard)
-        present = self._ledgers.look(run).find(header.shard, header.index)
+        actions = self._records.discard(run, header.shard.rank, message.discard)
+        # The home asks again after a lost answer, or when it has been restarted.
+        present = self._records.look(run).find(header.shard, header.index)
         if present is not None and present.header.same_shard(header):
             return actions + self._end(taking, "")
-        ledger = self._ledgers.look(run)
-        if message.repair and ledger.is_outdated(header.shard.generation, ledger.committed):
-            return actions + self._end(taking, f"{ledger.committed} is committed")
-        return actions if taking.early else [*actions, *self._go_on(taking)]
+        record = self._records.look(run)
+        # This node may know of a newer commit than the home that repairs.
+        if message.repair and record.is_outdated(header.shard.generation, record.committed):
+            return actions + self._end(taking, f"{record.committed} is committed")
+        return actions if taking.early else [*actions, *self._advance(taking)]
 
     def _end(self, taking: Taking, problem: str) -> list[Action]:
+        """End the work on a fragment: give its region back and answer the home."""
         shard, index = taking.message.header.shard, taking.message.header.index
         actions: list[Action] = []
         if taking.region is not None:
-            let_go = Discard if taking.early else Recycle  # early: bytes may still come
+            # A pull that is under way may still write: such a region is not used again.
+            let_go = Discard if taking.early else Recycle
             actions.append(let_go(shard.run, taking.region))
             taking.region = None
         taking.dropped = True
         self._pulling.remove(taking)
-        answer = Held(shard, index, self._ledgers.node, problem)
-        return [*actions, Post(taking.message.source, answer), *self._next()]
+        answer = Held(shard, index, self._records.node, problem)
+        return [*actions, Post(taking.message.source, answer), *self._begin_queued()]

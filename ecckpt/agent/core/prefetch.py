@@ -1,7 +1,19 @@
-"""Pulling fragments that somebody is about to ask for, into memory that nobody needs.
+"""Pulling data fragments while their home still encodes them, into memory that is spare.
 
-Nothing is promised: what is here of it is handed to the ``Hold`` that follows, or goes. Only spare
-regions are used, so it costs no save any memory, and whoever finds too little goes first.
+Prefetched fragments are best effort: they are announced by ``Prefetch``, never count as held, use
+only spare regions, and are the first to be dropped when memory is short.
+
+    Prefetch --> waiting --> early: a pull is under way --> here: sums known, region kept
+                    |            |                            |
+                    |            |                            +-- Hold: claimed, with its bytes
+                    |            +-- Hold: claimed; hold.py waits for the pull to end
+                    +-- Hold: forgotten; hold.py pulls it
+    any state --> dropped: at timeout_s, with a newer generation of the rank, with a commit of this
+                  or a newer one, when the fence rises, with forget, when memory is short
+
+A region is given back only when its pull has ended (``early`` is False), because the pulling thread
+writes to it. If memory is needed at once, the region is discarded instead: the thread writes to an
+unlinked file.
 """
 
 from __future__ import annotations
@@ -11,43 +23,44 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ecckpt.agent.core.actions import Action, Borrow, Discard, Pull, Recycle, Taking, Wake
+from ecckpt.agent.core.actions import Action, Borrow, Discard, Pull, Recycle, Wake
 from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.core.tasks import Taking
 from ecckpt.format.ids import ShardId
 from ecckpt.protocol.messages.save import Hold, Prefetch
 
-# As many as one home encodes at a time. They are beside the pulls of what is to be held.
+# At a time: as many as one home encodes at a time. In addition to the ``PULLS`` of hold.py.
 PREFETCHES = 2
 _QUEUE_LIMIT = 1024
 
 
 class Prefetcher:
-    """What nobody has asked to hold yet, waiting, on its way or here."""
+    """Fragments that no ``Hold`` has asked for yet: waiting, being pulled, or here."""
 
-    def __init__(self, ledgers: RunRecords) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords) -> None:
+        self._records = records
         self._takings: dict[tuple[ShardId, int], Taking] = {}
         self._waiting: deque[Taking] = deque()
-        self._pulling: list[Taking] = []  # also what was dropped or claimed, until that has ended
+        self._pulling: list[Taking] = []  # also if dropped or claimed meanwhile
 
     def start(self, message: Prefetch, now_s: float) -> list[Action]:
-        """Pull a fragment as soon as it is its turn; what is too much is not queued."""
+        """Queue a fragment; if the queue is full it is left out."""
         taking = Taking(message)
         header = message.header
         actions = self.supersede(header.shard)
-        known = taking.key in self._takings or self._ledgers.look(header.shard.run).find(
+        known = taking.key in self._takings or self._records.look(header.shard.run).find(
             *taking.key
         )
         if known or len(self._waiting) >= _QUEUE_LIMIT or self._is_stale(taking):
             return actions
         self._takings[taking.key] = taking
         self._waiting.append(taking)
-        return [*actions, Wake(now_s + message.timeout_s, taking), *self._next()]
+        return [*actions, Wake(now_s + message.timeout_s, taking), *self._begin_queued()]
 
     def claim(self, message: Hold) -> Taking | None:
-        """What is here of a fragment that is to be held now, or on its way; no longer kept here.
+        """Hand over the fragment that a ``Hold`` asks for; None if nothing of it was pulled.
 
-        While it is on its way it is ``early``.
+        It is ``early`` while its pull is under way.
         """
         taking = self._takings.get((message.header.shard, message.header.index))
         if taking is None or taking.message.header != message.header:
@@ -59,22 +72,22 @@ class Prefetcher:
         return taking
 
     def ended(self, taking: Taking, sums: np.ndarray | None) -> list[Action]:
-        """A pull of ours has ended, with these checksums, or failed."""
+        """A pull that began before its ``Hold`` has ended; ``sums`` is None if it failed."""
         self._pulling.remove(taking)
         taking.early, taking.sums = False, sums
         unwanted = taking.dropped or (sums is None and taking.table is None)
-        return [*(self._drop(taking) if unwanted else ()), *self._next()]
+        return [*(self._drop(taking) if unwanted else ()), *self._begin_queued()]
 
     def due(self, taking: Taking) -> list[Action]:
-        """Nobody has asked for it in time."""
+        """``timeout_s`` has passed; drop the fragment if no ``Hold`` has claimed it."""
         return self._drop(taking) if self._takings.get(taking.key) is taking else []
 
     def review(self) -> list[Action]:
-        """Let go what nobody will ask for any more."""
+        """Drop fragments that no ``Hold`` will ask for any more."""
         return self._drop_all(self._is_stale)
 
     def supersede(self, shard: ShardId) -> list[Action]:
-        """A rank saves this: what it was about to save before goes."""
+        """Drop fragments of older generations of the rank that saves this shard."""
 
         def is_older(taking: Taking) -> bool:
             other = taking.message.header.shard
@@ -84,30 +97,31 @@ class Prefetcher:
         return self._drop_all(is_older)
 
     def clear(self, run: str | None) -> list[Action]:
-        """Forget all of a run (None: of every one); what it had is free at once."""
+        """Drop all fragments of a run (None: every run), so that their memory is free at once."""
         actions: list[Action] = []
         for taking in list(self._takings.values()):
             its_run = taking.message.header.shard.run
             if run in (None, its_run):
-                if taking.early and taking.region is not None:  # bytes may still come
+                if taking.early and taking.region is not None:  # its pull may still write
                     actions.append(Discard(its_run, taking.region))
                     taking.region = None
                 actions += self._drop(taking)
         return actions
 
     def _is_stale(self, taking: Taking) -> bool:
+        """Whether the generation is committed or older, or its writer is fenced."""
         message = taking.message
         shard = message.header.shard
-        ledger = self._ledgers.look(shard.run)
-        committed = ledger.committed is not None and shard.generation <= ledger.committed
-        return committed or message.writer < ledger.fence
+        record = self._records.look(shard.run)
+        committed = record.committed is not None and shard.generation <= record.committed
+        return committed or message.writer < record.fence
 
-    def _next(self) -> list[Action]:
+    def _begin_queued(self) -> list[Action]:
         actions: list[Action] = []
         while self._waiting and len(self._pulling) < PREFETCHES:
             taking = self._waiting.popleft()
             shard = taking.message.header.shard
-            actions += self._ledgers.discard(shard.run, shard.rank, taking.message.discard)
+            actions += self._records.discard(shard.run, shard.rank, taking.message.discard)
             taking.early = True
             self._pulling.append(taking)
             actions += [Borrow(taking), Pull(taking)]
@@ -118,7 +132,7 @@ class Prefetcher:
         return [action for taking in found for action in self._drop(taking)]
 
     def _drop(self, taking: Taking) -> list[Action]:
-        """Forget it; its region is given back now, or when nobody writes to it any more."""
+        """Forget a fragment. Its region is given back now, or by ``ended`` after its pull."""
         taking.dropped = True
         if self._takings.get(taking.key) is taking:
             del self._takings[taking.key]

@@ -1,11 +1,22 @@
-"""From a staged slot to a protected shard: encode once, seal the home copy, have peers hold it.
+"""Protection of a staged shard: encode it once, seal the home copy, have peers hold its fragments.
 
-Data fragments are ranges of the slot and parity lies in a region of its own, so holders pull
-everything from files; nothing is sent to anybody who did not ask for it.
+The states of a job:
 
-    start -> (parity allocated) -> (encoded) seal, ask holders -> answers, deadline -> end
+    start --> ENCODING --encoded, home copy sealed, holders asked--> SCATTERING
+                 |                                                       |
+                 | cancelled, no room, encoding failed                   | all holders answered,
+                 v                                                       | deadline, or cancelled
+              FAILED <---- cancelled, or fewer than min_fragments held --+
+                                                                         |
+              PROTECTED <-------------- at least min_fragments held -----+
 
-While it encodes, holders of large data fragments may pull them already (prefetch.py).
+Every end releases the pin of the home copy and recycles the parity. A job that is cancelled while
+its parity is being encoded does so only when the encoding has ended: a thread still writes to the
+region.
+
+Data fragments are ranges of the home copy, and parity has a region of its own, so holders pull
+everything from files. Bytes are sent only to peers that asked for them. While a job encodes,
+holders of large data fragments may pull them already (prefetch.py).
 """
 
 from __future__ import annotations
@@ -15,12 +26,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import (
     Action,
     Allocate,
     Announce,
     Encode,
-    Job,
     Post,
     Recycle,
     Reply,
@@ -31,6 +42,7 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.sizing import parity_region_bytes
+from ecckpt.agent.core.tasks import Job, JobState
 from ecckpt.errors import CorruptFragment
 from ecckpt.format.fragment_file import HOME, Header, pack_table
 from ecckpt.format.ids import ShardId
@@ -40,71 +52,74 @@ from ecckpt.protocol.messages.save import Held, Hold, Prefetch, Progress, Protec
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-# Once enough fragments are safe, slower holders get a few times what the others took.
-_GRACE_LEAST_S = 1.0
+# Once enough fragments are held, the other holders get this many times the time it took.
 _GRACE_FACTOR = 3.0
-_KEPT_JOBS = 256
-# Encoding less takes no longer than telling holders of it (docs/decisions/0111).
+_KEPT_JOBS = 256  # ended jobs, which ``watch`` and repairs still ask about
+# Encoding less takes no longer than the announcement to the holders (docs/decisions/0111).
 EARLY_BYTES = 32 << 20
 
 
 class Protector:
-    """The protection jobs of this node's ranks: one for each shard, and the last ones that ended.
+    """The jobs of this node's ranks, one for each shard, and the last ones that have ended.
 
-    ``address`` is where peers pull from and answer to. Data fragments of ``early_bytes`` or more
-    may be pulled before they are encoded.
+    ``address`` is where peers pull from and answer to. Data fragments of at least ``early_bytes``
+    are announced to their holders before they are encoded.
     """
 
-    def __init__(self, ledgers: RunRecords, *, address: str, early_bytes: int) -> None:
-        self._ledgers = ledgers
+    def __init__(self, records: RunRecords, *, address: str, early_bytes: int) -> None:
+        self._records = records
         self._address = address
         self._early_bytes = early_bytes
         self._jobs: dict[ShardId, Job] = {}
-        self._repair: Job | None = None  # of a shard that has, or had, a job of its own
+        self._repair: Job | None = None  # its shard may also have a job in ``_jobs``
 
     def start(self, message: Protect, now_s: float) -> list[Action]:
-        """Begin (or begin again, for the fragments it names). A repair gives way."""
-        self._ledgers.look(message.shard.run).check(message.writer)
-        home = self._ledgers.find(message.shard, HOME)
-        actions = self._ledgers.admit(message.shard.run, message.writer)
+        """Start a job, or start again for the fragments that the request names.
+
+        A job of the same shard and a repair that is under way are cancelled first.
+        """
+        # Both may raise, and nothing is changed until then.
+        self._records.look(message.shard.run).check_writer(message.writer)
+        home = self._records.find(message.shard, HOME)
+        actions = self._records.admit(message.shard.run, message.writer)
         if (older := self._jobs.get(message.shard)) and not older.ended:
-            actions += self._stop(older, "begun again", now_s)
+            actions += self._cancel(older, "begun again", now_s)
         actions += self.stop_repair(now_s)
         ended = [shard for shard, job in self._jobs.items() if job.ended]
         for shard in ended[: max(0, len(self._jobs) - _KEPT_JOBS)]:
             del self._jobs[shard]
-        job = Job(message, home, now_s, now_s + message.timeout_s)
+        job = _job(message, home, now_s, repair=False)
         self._jobs[message.shard] = job
         home.pins += 1
         return [*actions, Reply(Done()), *self._prepare(job, home, now_s)]
 
     def repair(self, message: Protect, now_s: float) -> tuple[Job, list[Action]]:
-        """Begin to make fragments of a sealed home copy again: one shard at a time.
+        """Start to make fragments of a sealed home copy again; one repair at a time.
 
-        Only while nothing else is under way (``busy``), and nothing is dropped for it.
+        The caller checks ``busy`` first. Nothing is dropped to make room for a repair.
         """
-        home = self._ledgers.find(message.shard, HOME)
+        home = self._records.find(message.shard, HOME)
         assert home.table is not None
         assert not self.busy
-        job = Job(message, home, now_s, now_s + message.timeout_s, repair=True)
+        job = _job(message, home, now_s, repair=True)
         self._repair = job
         home.pins += 1
         return job, self._prepare(job, home, now_s)
 
     @property
     def busy(self) -> bool:
-        """Whether a save, or a repair, is under way here."""
+        """Whether a save or a repair is under way here."""
         jobs = [*self._jobs.values(), *([self._repair] if self._repair else [])]
         return any(not job.ended for job in jobs)
 
     def stop_repair(self, now_s: float) -> list[Action]:
-        """Something else goes first."""
+        """Cancel the repair, because a save goes first."""
         if self._repair is None or self._repair.ended:
             return []
-        return self._stop(self._repair, "a save goes first", now_s)
+        return self._cancel(self._repair, "a save goes first", now_s)
 
     def ended_s(self, shard: ShardId) -> float:
-        """When the last job of a shard ended: what its holders said before may be out of date."""
+        """When the last job of a shard ended; what holders said before that may be out of date."""
         jobs = [self._jobs.get(shard), self._repair]
         return max(
             (
@@ -116,25 +131,29 @@ class Protector:
         )
 
     def progress(self, shard: ShardId) -> Progress:
-        """How far a shard is."""
+        """How far a shard is, as ``watch`` answers it."""
         job = self._jobs.get(shard)
         if job is None:
-            home = self._ledgers.look(shard.run).find(shard, HOME)
-            # One that is sealed without a job is what an agent that was killed has left.
+            home = self._records.look(shard.run).find(shard, HOME)
+            # A sealed home copy without a job was left by an earlier agent process.
             state = "unknown" if home is None or home.table is not None else "staging"
             return Progress(state, 0, (), 0.0, 0.0)
         problems = tuple(job.problems)
-        return Progress(job.state, len(job.held), problems, job.encode_s, job.protected_s)
+        return Progress(job.state.value, len(job.held), problems, job.encode_s, job.protected_s)
 
     def allocated(self, job: Job, region: Region) -> list[Action]:
-        """There is room for the parity."""
+        """The region for the parity was allocated."""
         job.parity = region
-        return self._let_go(job) if job.ended else self._encode(job)
+        return self._release(job) if job.ended else self._encode(job)
 
     def encoded(self, job: Job, table: np.ndarray, now_s: float) -> list[Action]:
-        """Parity and checksums are there."""
+        """Parity and checksums are computed: seal the home copy and ask the holders.
+
+        If the home copy was sealed before (a repair, or a job started again), the checksums must be
+        those of its table. If not, its bytes have changed in memory, and the job fails.
+        """
         if job.ended:
-            return self._let_go(job)
+            return self._release(job)
         job.encode_s = now_s - job.started_s
         home = job.home
         assert home is not None
@@ -146,18 +165,18 @@ class Protector:
         if home.table is None:
             home.table, home.early = table, False
             sealed = [Seal(home)]
-        home.parity = job.parity
+        home.parity = job.parity  # peers may pull parity from now on
         return sealed + self._scatter(job, home.header, table, now_s)
 
     def failed(self, job: Job, error: Exception, now_s: float) -> list[Action]:
-        """There is no room for the parity, or it could not be made."""
+        """The parity could not be allocated or encoded."""
         if job.ended:
-            return self._let_go(job)
+            return self._release(job)
         job.problems.append(str(error))
-        return self._end(job, now_s, failed=True)
+        return self._finish(job, now_s, failed=True)
 
     def held(self, message: Held, now_s: float) -> list[Action]:
-        """A holder's answer."""
+        """A holder has answered the ``Hold`` of a job, or of the repair of the same shard."""
         actions: list[Action] = []
         for job in (self._jobs.get(message.shard), self._repair):
             if job is not None and job.message.shard == message.shard:
@@ -165,7 +184,11 @@ class Protector:
         return actions
 
     def answer(self, job: Job, index: int, node: str, problem: str, now_s: float) -> list[Action]:
-        """A fragment is held, or will not be; ignored if nobody waits for it."""
+        """A fragment is held, or will not be. Ignored if the job does not wait for that answer.
+
+        Once ``min_fragments`` are held, the deadline becomes earlier: the other holders get
+        ``_GRACE_FACTOR`` times the time that passed so far.
+        """
         if index not in job.waiting:
             return []
         job.waiting.discard(index)
@@ -174,21 +197,24 @@ class Protector:
         else:
             job.held.add(index)
         if not job.waiting:
-            return self._end(job, now_s)
+            return self._finish(job, now_s)
         if len(job.held) >= job.message.min_fragments > 0:
-            grace_s = max(_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
+            grace_s = max(deadlines.PROTECT_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
             if now_s + grace_s < job.deadline_s:
                 job.deadline_s = now_s + grace_s
                 return [Wake(job.deadline_s, job)]
         return []
 
     def due(self, job: Job, now_s: float) -> list[Action]:
-        """Time has passed; whoever has not answered by the deadline has not answered."""
+        """The deadline may have passed: holders that have not answered by then count as failed.
+
+        An alarm for an earlier deadline finds nothing to do.
+        """
         if job.ended or now_s < job.deadline_s:
             return []
         job.problems.extend(f"fragment {index}: no answer" for index in sorted(job.waiting))
         job.waiting.clear()
-        return self._end(job, now_s)
+        return self._finish(job, now_s)
 
     def _prepare(self, job: Job, home: Entry, now_s: float) -> list[Action]:
         header, targets = home.header, job.message.targets
@@ -198,12 +224,22 @@ class Protector:
             return self._encode(job)
         what = f"the parity of {header.shard}"
         size_bytes, budget_bytes = parity_region_bytes(header), job.message.memory_bytes
-        return [Allocate(header.shard.run, size_bytes, budget_bytes, what, job, again=job.repair)]
+        return [
+            Allocate(
+                run=header.shard.run,
+                size_bytes=size_bytes,
+                budget_bytes=budget_bytes,
+                what=what,
+                task=job,
+                again=job.repair,
+            )
+        ]
 
     def _encode(self, job: Job) -> list[Action]:
-        """Encode, and tell holders of data fragments that they will be asked.
+        """Encode, and announce data fragments to their future holders.
 
-        Not those on the same host: they would only take from the encoding what it takes from them.
+        Not to holders on the same host: their pulls would slow the encoding down by as much as they
+        gain.
         """
         home, message = job.home, job.message
         assert home is not None
@@ -230,10 +266,10 @@ class Protector:
 
     def _scatter(self, job: Job, header: Header, table: np.ndarray, now_s: float) -> list[Action]:
         message = job.message
-        job.state = "scattering"
+        job.state = JobState.SCATTERING
         job.waiting = {target.index for target in message.targets}
         if not job.waiting:
-            return self._end(job, now_s)
+            return self._finish(job, now_s)
         packed = pack_table(table)
         posts = [
             Post(
@@ -255,29 +291,30 @@ class Protector:
         ]
         return [Wake(job.deadline_s, job), *posts]
 
-    def _end(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
+    def _finish(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
         least = job.message.min_fragments
         job.protected_s = now_s - job.started_s
         if not failed and len(job.held) < least:
             job.problems.append(f"{len(job.held)} fragments held, at least {least} needed")
             failed = True
-        job.state = "failed" if failed else "protected"
+        job.state = JobState.FAILED if failed else JobState.PROTECTED
         problem = "; ".join(job.problems[:4])
         what = "repairing" if job.repair else "protecting"
         warning = [Warn(f"{what} {job.message.shard} failed: {problem}")] if failed else []
-        return warning + self._let_go(job)
+        return warning + self._release(job)
 
-    def _stop(self, job: Job, why: str, now_s: float) -> list[Action]:
-        """End a job early. What is still encoded for it goes when that is done."""
+    def _cancel(self, job: Job, why: str, now_s: float) -> list[Action]:
+        """End a job early. While it encodes, ``encoded`` or ``failed`` release its regions."""
         job.problems.append(why)
         job.protected_s = now_s - job.started_s
-        if job.state == "encoding":
-            job.state = "failed"
+        if job.state is JobState.ENCODING:
+            job.state = JobState.FAILED
             return []
         job.waiting.clear()
-        return self._end(job, now_s, failed=True)
+        return self._finish(job, now_s, failed=True)
 
-    def _let_go(self, job: Job) -> list[Action]:
+    def _release(self, job: Job) -> list[Action]:
+        """Unpin the home copy and recycle the parity of a job that has ended."""
         home, parity = job.home, job.parity
         assert home is not None
         if home.parity is parity:
@@ -285,7 +322,17 @@ class Protector:
         home.early = False
         job.home = job.parity = None
         spare = [] if parity is None else [Recycle(home.header.shard.run, parity)]
-        return spare + self._ledgers.unpin(home)
+        return spare + self._records.unpin(home)
+
+
+def _job(message: Protect, home: Entry, now_s: float, *, repair: bool) -> Job:
+    return Job(
+        message=message,
+        home=home,
+        started_s=now_s,
+        deadline_s=now_s + message.timeout_s,
+        repair=repair,
+    )
 
 
 def _host(address: str) -> str:

@@ -1,15 +1,33 @@
-"""What one agent knows of one run, and what may go when. Decides only: no I/O, no locks, no clock.
+"""The record of one run on one agent, and the rules of what may be dropped when.
 
-The rules of retention all live here. Nothing goes before something newer is committed, except
-what its own writer gave up, and, when the budget leaves no other way, the tail of a timeline that
-a restart has abandoned. On disk the same holds by what is on disk everywhere: a commit in memory
-lets nothing go there.
+Decides only: no I/O, no locks, no clock. run_records.py makes actions on files of the decisions.
+
+An entry (a home copy or fragment in memory) passes through these states:
+
+    reserved --stage--> staged --encoded--> sealed --commit of a newer one--> dropped
+        |                 |                   |                                ^
+        |                 |                 lent (a write to disk keeps it) -----+
+        |                 |                   |                                |
+        +-----------------+-------------------+-- fence, discard, forget, room --+
+
+    reserved   ``RunRecord.reserved`` has the slot of a rank; there is no entry yet
+    staged     an entry without ``table``: its superblock is void, no reader accepts the file
+    sealed     an entry with ``table``: complete, readable, adopted after a restart. Files that
+               were pulled from peers enter in this state
+    lent       sealed, and a write to disk is pending (``lent``)
+    dropped    removed from ``entries``. It is ``doomed``: its region is given up as soon as
+               ``pins`` (a reference count) is zero and it is not lent
+
+Retention: an entry is dropped only when something newer is committed, with three exceptions. Its
+own writer may give it up (``discard``), ``forget`` drops the whole run, and when memory is short,
+what a restart left behind on older timelines is dropped. On disk the same holds, but what counts
+there is what is on disk everywhere (``stored``): a commit in memory removes no file from disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,17 +47,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A home copy or fragment on this node.
+    """A home copy or fragment in the memory of this node.
 
-    ``table`` is None until the file is sealed. ``pins`` counts who works on it; a ``doomed`` entry
-    goes when the last one is done. ``lent`` keeps it like a pin, but may be taken back: the disk's
-    thread looks again after each piece that it copied. ``parity`` holds parity fragments of a home
-    while peers pull; ``early``: its data may be pulled already while it is being encoded.
+    table       checksums of all blocks of the shard; None until the file is sealed
+    pins        reference count: jobs and verifications that use the entry
+    doomed      give the region up as soon as ``pins`` is zero and the entry is not lent
+    lent        a write to disk is pending: a pin that may be taken back at any time, since the
+                disk's thread reads this flag after each piece that it has copied
+    early       data fragments may be pulled although the home copy is still being encoded
+    parity      the parity fragments of a home copy while holders pull them
     """
 
     header: Header
     region: Region
     table: np.ndarray | None
+    _: KW_ONLY
     pins: int = 0
     doomed: bool = False
     lent: bool = False
@@ -48,13 +70,13 @@ class Entry:
 
     @property
     def key(self) -> tuple[ShardId, int]:
-        """Where the ledger keeps it."""
+        """The key of the entry in ``RunRecord.entries``."""
         return self.header.shard, self.header.index
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunNotes:
-    """What of a run must outlive the agent's process, beyond the files themselves."""
+    """What of a run must survive the agent's process, beyond the files themselves."""
 
     fence: int = 0
     committed: Generation | None = None
@@ -67,7 +89,7 @@ class RunNotes:
 
     @property
     def lasting(self) -> RunNotes:
-        """What of it still means something when all memory is gone."""
+        """The part that still means something when all memory is lost: what goes to disk."""
         return replace(self, committed=None, guard=None)
 
 
@@ -75,16 +97,22 @@ class RunNotes:
 class RunRecord:
     """One run on one node.
 
-    ``noted`` is what was last written down of it, ``recorded`` the same on disk, where it is
-    ``recording`` at most once at a time.
-    ``stored`` are the generations, oldest first, that are on disk everywhere and stay; ``files``
-    is what is on this node's disk, ``damaged`` what of it was found bad, and why. ``guard`` says
-    who holds for this node's ranks. ``restored`` is what timeline ``restored_by`` goes on from;
-    ``session`` has begun the timeline of the fence, if that is known. Timelines before
-    ``forgotten`` were dropped on purpose.
+    fence               the newest timeline that a writer used; older writers are refused
+    session             the session that began that timeline; empty if not known
+    forgotten           files of timelines before this one were dropped by ``forget``
+    committed           the newest generation known to be committed
+    restored            the generation that timeline ``restored_by`` continues
+    roll_backs          restores of an older state that was asked for, newest first
+    stored              generations, oldest first, that are on disk everywhere and are kept
+    guard               the last ``Guard``: which nodes hold fragments for this node's ranks
+    noted, recorded     the notes as last written to tmpfs, and to disk
+    recording           a write of notes to disk is under way; there is at most one at a time
+    files, damaged      files on this node's disk, and those found bad, with the reason
+    rejected            files that could not be adopted; shared by all runs of the agent
     """
 
     run: str
+    _: KW_ONLY
     fence: int = 0
     session: str = ""
     forgotten: int = 0
@@ -100,25 +128,25 @@ class RunRecord:
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
     damaged: dict[tuple[ShardId, int], str] = field(default_factory=dict)
-    reserved: dict[int, Region] = field(default_factory=dict)  # by rank: a slot for what comes next
+    reserved: dict[int, Region] = field(default_factory=dict)  # by rank: the slot for its next save
     rejected: dict[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> RunNotes:
-        """What should be written down of it now."""
+        """The notes as they should be written now."""
         return RunNotes(
-            self.fence,
-            self.committed,
-            self.restored,
-            self.roll_backs,
-            self.stored,
-            self.guard,
-            self.restored_by,
-            self.session,
+            fence=self.fence,
+            committed=self.committed,
+            restored=self.restored,
+            roll_backs=self.roll_backs,
+            stored=self.stored,
+            guard=self.guard,
+            restored_by=self.restored_by,
+            session=self.session,
         )
 
     def believe(self, notes: RunNotes) -> None:
-        """Take over what an earlier process wrote down, where it knew more."""
+        """Merge the notes that an earlier process wrote, where they know more."""
         if notes.restored is not None and notes.restored_by >= self.restored_by:
             self.restored, self.restored_by = notes.restored, notes.restored_by
         if notes.fence > self.fence:
@@ -126,33 +154,33 @@ class RunRecord:
         self.committed = notes.committed or self.committed
         self.guard = notes.guard or self.guard
         self.stored = max(self.stored, notes.stored, key=lambda stored: stored[-1:])
-        self.learn(notes.roll_backs)
+        self.learn_roll_backs(notes.roll_backs)
 
-    def check(self, writer: int) -> None:
+    def check_writer(self, writer: int) -> None:
         """Raise ``Fenced`` for a writer of an older timeline."""
         if writer < self.fence:
             raise Fenced(timeline=writer, current=self.fence)
 
     def admit(self, writer: int) -> bool:
-        """Let a writer of that timeline in; True if it is the first of a newer one.
+        """Admit a writer of that timeline; True if it is the first of a newer timeline.
 
         Raises ``Fenced`` for a writer of an older timeline.
         """
-        self.check(writer)
+        self.check_writer(writer)
         return self.reach(writer)
 
     def reach(self, timeline: int) -> bool:
-        """Somebody writes in that timeline; whether this node did not know of it."""
+        """Raise the fence to a timeline that is in use; True if that is new to this node."""
         newer = timeline > self.fence
         if newer:
             self.fence, self.session = timeline, ""
         return newer
 
-    def begin(self, timeline: int, session: str) -> bool:
-        """Let a session begin a timeline; True if this is news.
+    def begin_timeline(self, timeline: int, session: str) -> bool:
+        """Let a session begin a timeline; True if the timeline is new to this node.
 
-        Raises ``Fenced`` if a newer one has begun, or this one by another session: of two starts
-        that overlap, at most one has a timeline.
+        Raises ``Fenced`` if a newer timeline has begun, or another session began this one: of two
+        starts of a run that overlap, at most one gets a timeline.
         """
         if timeline == self.fence and self.session not in ("", session):
             raise Fenced(timeline=timeline, current=self.fence)
@@ -161,40 +189,40 @@ class RunRecord:
         return newer
 
     def forget(self) -> None:
-        """Know nothing any more but that a timeline has begun."""
+        """Forget everything of the run but the fence."""
         self.forgotten = self.fence
         self.committed = self.restored = self.guard = None
         self.roll_backs, self.stored = (), ()
 
     def went_on_from(self, generation: Generation) -> None:
-        """The newest timeline goes on from there."""
+        """Note the generation that the newest timeline continues."""
         self.restored, self.restored_by = generation, self.fence
 
     def learn_from(self, header: Header) -> None:
-        """What a writer of the newest timeline saves tells what that goes on from."""
+        """Take from a header of the newest timeline which generation that timeline continues."""
         if header.parent is not None and header.shard.generation.timeline == self.fence:
             self.went_on_from(header.parent)
 
-    def learn(self, roll_backs: Iterable[RollBack]) -> None:
-        """Note roll-backs that somebody knows of."""
+    def learn_roll_backs(self, roll_backs: Iterable[RollBack]) -> None:
+        """Merge roll-backs that a request or an earlier process knew of."""
         self.roll_backs = in_force((*self.roll_backs, *roll_backs))
 
     def find(self, shard: ShardId, index: int) -> Entry | None:
-        """The entry of that fragment (or home copy), sealed or not."""
+        """The entry of that fragment or home copy, sealed or not."""
         return self.entries.get((shard, index))
 
     def held(self, shard: ShardId) -> list[int]:
-        """Indices of what is complete here of a shard, in memory or on disk (-1: home copy)."""
+        """Indices of a shard's complete files, in memory or undamaged on disk (-1: home copy)."""
         found = {entry.header.index for entry in self._sealed() if entry.header.shard == shard}
         on_disk = self.files.keys() - self.damaged.keys()
         return sorted(found | {index for each, index in on_disk if each == shard})
 
     def inventory(self, node: str) -> Inventory:
-        """Everything sealed, as recovery sees it."""
+        """All sealed files, as the planning of a restore needs them (policy/survival.py)."""
         return Inventory(
             node,
-            Headers.of(entry.header for entry in self._sealed()),
-            Headers.of(file.header for file in self.files.values()),
+            Headers.from_headers(entry.header for entry in self._sealed()),
+            Headers.from_headers(file.header for file in self.files.values()),
             self.stored,
             self.committed,
             self.fence,
@@ -203,19 +231,13 @@ class RunRecord:
         )
 
     def commit(self, generation: Generation) -> None:
-        """Take note that a generation is safe.
-
-        Raises ``Fenced`` if its timeline was replaced meanwhile.
-        """
-        self.check(generation.timeline)
+        """Note that a generation is committed; ``Fenced`` if its timeline was replaced."""
+        self.check_writer(generation.timeline)
         if self.committed is None or generation > self.committed:
             self.committed = generation
 
     def guarded(self) -> list[Entry]:
-        """Home copies that holders must not lose: what is committed, what the run went back to.
-
-        The newest generation first.
-        """
+        """Home copies whose fragments are repaired: committed and restored, the newest first."""
         homes = [
             entry
             for entry in self._sealed()
@@ -226,9 +248,10 @@ class RunRecord:
         return sorted(homes, key=lambda entry: entry.header.shard.generation, reverse=True)
 
     def outdated(self) -> list[Entry]:
-        """What is older than the committed generation.
+        """Entries that the committed generation allows to drop.
 
-        By what was written down: after a kill in between, nothing is missed.
+        By the *written* notes: if the agent is killed after writing them and before dropping, the
+        next agent finds the commit in the notes and drops the same entries.
         """
         return [
             entry
@@ -237,10 +260,12 @@ class RunRecord:
         ]
 
     def is_outdated(self, generation: Generation, committed: Generation | None) -> bool:
-        """Whether a commit lets it go: of what is older, all but what the run has gone back to.
+        """Whether a commit allows to drop that generation.
 
-        That, too, goes with the first commit of the timeline that began there. Nothing does while
-        a restart is under way that may yet choose what is older than the newest committed.
+        It does for every older one, except the generation that the run restored: that goes with the
+        first commit of the timeline that continues it. While a restart is under way (it is not
+        known yet what the newest timeline continues) nothing goes: the restart may choose a
+        generation older than the committed.
         """
         if committed is None or generation >= committed:
             return False
@@ -250,11 +275,11 @@ class RunRecord:
 
     @property
     def _start(self) -> Generation | None:
-        """What the newest timeline goes on from, once that is known."""
+        """The generation that the newest timeline continues; None while that is not known."""
         return self.restored if self.restored_by == self.fence else None
 
     def given_up(self, rank: int, generations: Collection[Generation]) -> list[Entry]:
-        """Entries of generations that their own writer abandoned (never of the committed one)."""
+        """Entries of generations that their own writer gave up, never of the committed one."""
         return [
             entry
             for (shard, _), entry in self.entries.items()
@@ -264,7 +289,7 @@ class RunRecord:
         ]
 
     def unfinished(self, rank: int | None = None) -> list[Entry]:
-        """Slots reserved and not sealed, and that nobody works on: their writer is gone."""
+        """Staged entries, of one rank or all, that are not pinned: their writer is gone."""
         return [
             entry
             for (shard, index), entry in self.entries.items()
@@ -275,14 +300,14 @@ class RunRecord:
         ]
 
     def unused(self, rank: int | None = None) -> list[Region]:
-        """Take back the slot that a rank reserved and staged nothing in; of all ranks for None."""
+        """Take back the slots that a rank (None: all) reserved and staged nothing in."""
         ranks = [each for each in self.reserved if rank in (None, each)]
         return [self.reserved.pop(each) for each in ranks]
 
     def abandoned(self) -> list[Entry]:
-        """The tail of an older timeline beyond the point that a restart went back to.
+        """Entries newer than the generation that a restart went back to, on older timelines.
 
-        The committed generation is among it only if somebody went back before it on purpose.
+        The committed generation is among them only if a roll-back abandons it.
         """
         start = self._start
         if start is None:
@@ -299,7 +324,7 @@ class RunRecord:
         ]
 
     def leftover(self) -> list[Entry]:
-        """What else older timelines have left: neither committed nor gone on from."""
+        """Other entries of older timelines: neither committed nor restored."""
         start = self._start
         if start is None:
             return []
@@ -313,7 +338,7 @@ class RunRecord:
     # -- on disk ----------------------------------------------------------------------------------
 
     def to_store(self, generation: Generation) -> list[Entry]:
-        """What is here of a generation, and not on disk: fragments first, which are what counts."""
+        """Entries not on disk yet, fragments first: they decide whether it counts as stored."""
         found = [
             entry
             for entry in self._sealed()
@@ -322,14 +347,15 @@ class RunRecord:
         return sorted(found, key=lambda entry: entry.header.index == HOME)
 
     def retain(self, generations: tuple[Generation, ...]) -> None:
-        """Take note of what is on disk everywhere, and stays."""
+        """Note which generations are on disk everywhere and are kept."""
         if not self.stored or generations[-1] >= self.stored[-1]:
             self.stored = generations
 
     def superseded(self) -> list[DiskFile]:
         """Files older than the newest generation that is on disk everywhere, and not kept.
 
-        By what was written down, and never what the run has gone back to and not yet left.
+        By the written notes, as in ``outdated``; never what the run restored and has not superseded
+        yet.
         """
         stored = self.noted.stored
         return [
@@ -351,9 +377,10 @@ class RunRecord:
         ]
 
     def attempts(self) -> list[DiskFile]:
-        """Files of older timelines that were never on disk everywhere, and never will be.
+        """Files of older timelines whose generation was never on disk everywhere.
 
-        And those of generations that somebody went back before on purpose.
+        Their writers are fenced: those generations will never be complete. Files of generations
+        that a roll-back abandons are among them; the restored generation is not.
         """
         start = self._start
         if start is None:

@@ -1,7 +1,7 @@
-"""All runs of one agent: what enters, what is given up, and what that means for their files.
+"""The records of all runs of one agent, and the files that enter and leave them.
 
-The only code that changes a ledger. Changes of files come back as actions, in the order in which
-they have to happen.
+This is the only code that changes a ``RunRecord``'s entries. What has to happen to files comes back
+as actions, in the order in which the driver must perform them. Used by all parts of the core.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.regions import Region
 
+# Key in ``rejected`` while the disk is being read.
 _READING = "disk, for now"
 
 
 class RunRecords:
-    """The ledgers by run, and ``rejected``: files that are nobody's, with the reason.
+    """The records by run, and ``rejected``: files that were not adopted, with the reason.
 
-    ``disk``: whether the node has one.
+    ``disk``: whether the node has a disk.
     """
 
     def __init__(self, node: str, *, disk: bool = False) -> None:
@@ -47,65 +48,71 @@ class RunRecords:
         self._runs: dict[str, RunRecord] = {}
 
     def runs(self) -> list[str]:
-        """Names of all runs this node knows."""
+        """Names of all runs that this node knows."""
         return sorted(self._runs)
 
     def of(self, run: str) -> RunRecord:
-        """The run's ledger, a new one if need be."""
+        """The record of a run, to change it; created if the run is not known yet."""
         if run not in self._runs:
             check_name("run", run)
             self._runs[run] = RunRecord(run, rejected=self.rejected)
         return self._runs[run]
 
     def look(self, run: str) -> RunRecord:
-        """The run's ledger to read: an empty one if the run is not known."""
+        """The record of a run, to read it; an empty one, not kept, if the run is not known."""
         return self._runs.get(run) or RunRecord(run, rejected=self.rejected)
 
     # -- writers ----------------------------------------------------------------------------------
 
     def admit(self, run: str, writer: int, header: Header | None = None) -> list[Action]:
-        """Let a writer of that timeline in, or raise ``Fenced``; slots of older ones go.
+        """Admit a writer of that timeline, or raise ``Fenced``.
 
-        ``header``: of what it is about to save.
+        If the timeline is new here, the unsealed slots of older writers are dropped. ``header``
+        describes what the writer is about to save; its ``parent`` tells what the timeline
+        continues.
         """
-        ledger = self.of(run)
-        newer = ledger.admit(writer)
+        record = self.of(run)
+        newer = record.admit(writer)
         if header is not None:
-            ledger.learn_from(header)
-        return (self.clear(run) if newer else []) + self.note(ledger)
+            record.learn_from(header)
+        return (self.clear(run) if newer else []) + self.write_notes(record)
 
-    def note(self, ledger: RunRecord, request: Noted | None = None) -> list[Action]:
-        """Have written down what changed, if anything did; then ``request`` is answered."""
-        return [] if ledger.notes == ledger.noted else [Remember(ledger.run, request)]
+    def write_notes(self, record: RunRecord, request: Noted | None = None) -> list[Action]:
+        """Have the run's notes written to tmpfs if they changed; then ``request`` is answered."""
+        return [] if record.notes == record.noted else [Remember(record.run, request)]
 
-    def record(self, ledger: RunRecord) -> list[Action]:
-        """Have written down on disk what was noted, if anything of it is new there."""
-        same = ledger.noted.lasting == ledger.recorded
-        if same or ledger.recording or not self.disk:
+    def copy_notes_to_disk(self, record: RunRecord) -> list[Action]:
+        """Have the written notes copied to disk, if their lasting part differs there."""
+        same = record.noted.lasting == record.recorded
+        if same or record.recording or not self.disk:
             return []
-        ledger.recording = True
-        return [Record(ledger.run)]
+        record.recording = True
+        return [Record(record.run)]
 
-    def recorded(self, run: str, notes: RunNotes | None) -> list[Action]:
-        """That was written, or could not be: then it is tried with the next note."""
-        ledger = self.of(run)
-        ledger.recording = False
+    def notes_copied(self, run: str, notes: RunNotes | None) -> list[Action]:
+        """End a copy of notes to disk; ``notes`` is None if it failed.
+
+        After a failure the notes are copied with the next change; after a success at once, if they
+        changed meanwhile.
+        """
+        record = self.of(run)
+        record.recording = False
         if notes is None:
             return []
-        ledger.recorded = notes
-        return self.record(ledger)
+        record.recorded = notes
+        return self.copy_notes_to_disk(record)
 
     # -- files ------------------------------------------------------------------------------------
 
     def enter(self, entry: Entry) -> list[Action]:
-        """A file, sealed or staged; one that it replaces is given up."""
+        """Enter a file, sealed or staged; the file that it replaces is dropped."""
         entries = self.of(entry.header.shard.run).entries
         older = entries.pop(entry.key, None)
         entries[entry.key] = entry
         return [] if older is None else self._give_up(older)
 
     def retire(self, entries: Iterable[Entry]) -> list[Action]:
-        """Files that may go."""
+        """Drop entries."""
         actions: list[Action] = []
         for entry in list(entries):
             self._runs[entry.header.shard.run].entries.pop(entry.key, None)
@@ -113,13 +120,16 @@ class RunRecords:
         return actions
 
     def reserve(self, run: str, rank: int, region: Region) -> list[Action]:
-        """A slot for what a rank saves next; one that it had is given up."""
+        """Note the slot for a rank's next save; the slot that it had reserved before is dropped."""
         older = self.of(run).unused(rank)
         self.of(run).reserved[rank] = region
         return [Discard(run, each) for each in older]
 
     def stage(self, header: Header, name: str) -> list[Action]:
-        """A shard is in the slot that its rank reserved; ``NotHeld`` if the rank has none such."""
+        """Enter the shard that a rank has put into its reserved slot.
+
+        Raises ``NotHeld`` if the rank has no such slot, or the slot is too small.
+        """
         reserved = self.of(header.shard.run).reserved
         region = reserved.get(header.shard.rank)
         if region is None or region.name != name or region.size_bytes < header.file_bytes:
@@ -128,43 +138,43 @@ class RunRecords:
         return self.enter(Entry(header, region, None))
 
     def clear(self, run: str, rank: int | None = None) -> list[Action]:
-        """Give up the slots that a rank (None: every one) reserved or staged and never sealed."""
-        ledger = self.of(run)
-        # Their trainers may still be writing.
-        unused: list[Action] = [Discard(run, region) for region in ledger.unused(rank)]
-        return unused + self.retire(ledger.unfinished(rank))
+        """Drop the slots that a rank (None: every rank) reserved, or staged and never sealed."""
+        record = self.of(run)
+        # Discard, not recycle: the trainers may still have the slots mapped and write to them.
+        unused: list[Action] = [Discard(run, region) for region in record.unused(rank)]
+        return unused + self.retire(record.unfinished(rank))
 
     def unused(self) -> list[Action]:
-        """Give up what all ranks of all runs reserved and have not used yet."""
+        """Drop all slots of all runs that were reserved and not staged."""
         return [Discard(run, each) for run in self._runs for each in self._runs[run].unused()]
 
     def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> list[Action]:
-        """Files of generations that their own writer gave up."""
+        """Drop a rank's files of generations that the rank gave up."""
         return self.retire(self.of(run).given_up(rank, set(generations)))
 
     def forget(self, run: str) -> list[Action]:
-        """Drop all files of a run; what somebody works on goes when they are done."""
-        ledger = self.of(run)
-        ledger.forget()
+        """Drop all files of a run. A pinned entry is given up when its last pin goes."""
+        record = self.of(run)
+        record.forget()
         return [
             *self.clear(run),
-            *self.retire(ledger.entries.values()),
-            *self.remove(run, ledger.files.values()),
+            *self.retire(record.entries.values()),
+            *self.remove(run, record.files.values()),
             Release(run),
         ]
 
     def unpin(self, entry: Entry) -> list[Action]:
-        """Somebody is done with an entry."""
+        """Release one pin of an entry."""
         entry.pins -= 1
         return self._settled(entry)
 
     def lend(self, entry: Entry) -> None:
-        """Keep an entry for the disk, until it has it or memory is short."""
+        """Keep an entry for the disk until it is written, or memory is short."""
         entry.lent = True
         self._lent.append(entry)
 
     def unlend(self, entry: Entry) -> list[Action]:
-        """The disk is done with an entry; nothing if it was taken back before."""
+        """The write of an entry has ended; nothing follows if the entry was taken back before."""
         if not entry.lent:
             return []
         entry.lent = False
@@ -172,9 +182,10 @@ class RunRecords:
         return self._settled(entry)
 
     def recall(self, run: str | None, size_bytes: int) -> list[Action]:
-        """Take back so much of what only the disk keeps, of one run or of all, if there is any.
+        """Take back entries that only a pending write keeps, until ``size_bytes`` are free.
 
-        What would be written last goes first.
+        Of one run, or of all for None. The entry that would be written last goes first. A write
+        that has begun notices after its current piece and fails.
         """
         actions: list[Action] = []
         for entry in reversed(list(self._lent)):
@@ -186,58 +197,61 @@ class RunRecords:
         return actions
 
     def keep_file(self, file: DiskFile) -> None:
-        """A complete file on disk."""
+        """Enter a complete file on disk."""
         shard = file.header.shard
-        ledger = self.of(shard.run)
-        ledger.reach(shard.generation.timeline)
-        ledger.files[shard, file.header.index] = file
-        ledger.damaged.pop((shard, file.header.index), None)
+        record = self.of(shard.run)
+        record.reach(shard.generation.timeline)
+        record.files[shard, file.header.index] = file
+        record.damaged.pop((shard, file.header.index), None)
 
     def await_disk(self) -> None:
-        """The disk is still being read: nobody takes absence for proof meanwhile."""
+        """Note that the disk is still being read.
+
+        It is named in ``rejected``, so that no restore treats files that are not read yet as lost.
+        """
         self.rejected[_READING] = "still being read"
 
     @property
     def awaits_disk(self) -> bool:
-        """Whether it is."""
+        """Whether the disk is still being read."""
         return _READING in self.rejected
 
     def lose_disk(self, why: str) -> None:
-        """The disk cannot be read."""
+        """Note that the disk cannot be read."""
         self.rejected.pop(_READING, None)
         self.rejected[UNREADABLE_DISK] = why
 
     def adopt_disk(self, found: DiskInventory) -> None:
-        """What an earlier process left on disk."""
+        """Enter the files and notes that an earlier process left on disk."""
         self.rejected.pop(_READING, None)
         self.rejected.update(found.rejected)
         for run, notes in found.notes.items():
-            ledger = self.of(run)
-            ledger.believe(notes)
-            ledger.recorded = notes
+            record = self.of(run)
+            record.believe(notes)
+            record.recorded = notes
         for file in found.files:
             self.keep_file(file)
 
     def files(self) -> list[DiskFile]:
-        """What is on disk of all runs, the oldest first."""
-        found = [file for ledger in self._runs.values() for file in ledger.files.values()]
+        """Files on disk of all runs, the oldest generation first."""
+        found = [file for record in self._runs.values() for file in record.files.values()]
         return sorted(found, key=lambda file: file.header.shard.generation)
 
     def has_file(self, file: DiskFile) -> bool:
-        """Whether that is still what is on disk there."""
+        """Whether this is still the file of its fragment on disk."""
         key = file.header.shard, file.header.index
         return self.look(file.header.shard.run).files.get(key) is file
 
     def note_damage(self, file: DiskFile, why: str) -> bool:
-        """A file on disk was found bad; whether that is news."""
-        ledger, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)
-        if ledger.files.get(key) is not file or ledger.damaged.get(key) == why:
+        """Note that a file on disk was found bad; True if that is new."""
+        record, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)
+        if record.files.get(key) is not file or record.damaged.get(key) == why:
             return False
-        ledger.damaged[key] = why
+        record.damaged[key] = why
         return True
 
     def remove(self, run: str, files: Iterable[DiskFile]) -> list[Action]:
-        """Files on disk that may go."""
+        """Remove files from disk; they leave the record at once."""
         gone = tuple(files)
         for file in gone:
             key = (file.header.shard, file.header.index)
@@ -246,11 +260,16 @@ class RunRecords:
         return [Remove(gone)] if gone else []
 
     def adopt(self, entry: Entry) -> list[Action]:
-        """A complete file that an earlier process left."""
+        """Enter a complete file that an earlier process left in memory.
+
+        Its generation proves that its timeline began. If a commit that the notes know of has
+        outdated it, the earlier process was killed before it could drop the file: it is dropped
+        now.
+        """
         shard = entry.header.shard
-        ledger = self.of(shard.run)
-        ledger.reach(shard.generation.timeline)
-        if ledger.is_outdated(shard.generation, ledger.committed):
+        record = self.of(shard.run)
+        record.reach(shard.generation.timeline)
+        if record.is_outdated(shard.generation, record.committed):
             return self._free(entry)
         return self.enter(entry)
 
@@ -259,12 +278,13 @@ class RunRecords:
         return self._settled(entry)
 
     def _settled(self, entry: Entry) -> list[Action]:
+        """Free a doomed entry once it has neither a pin nor a pending write."""
         kept = not entry.doomed or entry.pins or entry.lent
         return [] if kept else self._free(entry)
 
     def _free(self, entry: Entry) -> list[Action]:
         run = entry.header.shard.run
-        # Its trainer may still be writing, or has tensors there.
+        # Never recycle a region that a trainer may still write to, or that has tensors in it.
         if entry.table is None or entry.region.assigned:
             return [Discard(run, entry.region)]
         return [Recycle(run, entry.region)]
@@ -286,21 +306,21 @@ class RunRecords:
         return file
 
     def table(self, shard: ShardId) -> bytes:
-        """The packed checksum table of a shard of which anything complete is here."""
-        ledger = self.look(shard.run)
-        kept: list[Entry | DiskFile] = [*ledger.entries.values(), *ledger.files.values()]
+        """The packed checksum table of a shard of which any complete file is here."""
+        record = self.look(shard.run)
+        kept: list[Entry | DiskFile] = [*record.entries.values(), *record.files.values()]
         for each in kept:
             if each.header.shard == shard and each.table is not None:
                 return pack_table(each.table)
         raise NotHeld(f"node {self.node} has nothing of {shard}")
 
     def locate_shard(self, shard: ShardId) -> tuple[Region | DiskFile, int, int]:
-        """Where the safetensors file lies within a home copy, its offset and length."""
-        ledger = self.look(shard.run)
-        entry = ledger.find(shard, HOME)
+        """Where the safetensors file lies within a home copy: the file, offset and length."""
+        record = self.look(shard.run)
+        entry = record.find(shard, HOME)
         if entry is not None and entry.table is not None:
             return entry.region, SUPERBLOCK_BYTES, entry.header.shard_bytes
-        file = ledger.files.get((shard, HOME))
+        file = record.files.get((shard, HOME))
         if file is not None:
             return file, SUPERBLOCK_BYTES, file.header.shard_bytes
         raise NotHeld(f"node {self.node} has no home copy of {shard}")
@@ -308,10 +328,11 @@ class RunRecords:
     def locate(
         self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
     ) -> tuple[Region | DiskFile, int, int]:
-        """Where a fragment lies, its offset and length, also where it is part of a home copy.
+        """Where a fragment lies, alone or as part of a home copy: the file, offset and length.
 
-        In memory if it is there, else on disk; with ``last`` the other way round, for whoever found
-        the first copy damaged. With ``early`` also data of a home copy that is being encoded.
+        The copy in memory is preferred. With ``last`` the last choice is returned instead, for a
+        reader that found the first damaged: memory may have rotted where the disk has not. With
+        ``early``, data of a home copy that is being encoded is served as well.
         """
         places = self._places(shard, index, early=early)
         if not places:
@@ -321,12 +342,13 @@ class RunRecords:
     def _places(
         self, shard: ShardId, index: int, *, early: bool
     ) -> list[tuple[Region | DiskFile, int, int]]:
-        ledger = self.look(shard.run)
+        """All places of a fragment, the preferred one first: memory, then disk."""
+        record = self.look(shard.run)
         places: list[tuple[Region | DiskFile, int, int]] = []
-        entry = ledger.find(shard, index)
+        entry = record.find(shard, index)
         if entry is not None and entry.table is not None:
             places.append((entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes))
-        home = ledger.find(shard, HOME)
+        home = record.find(shard, HOME)
         readable = home is not None and (home.table is not None or (early and home.early))
         if home is not None and readable and index >= 0:
             size_bytes, k = home.header.fragment_bytes, home.header.k
@@ -335,10 +357,10 @@ class RunRecords:
             elif home.parity is not None and index < home.header.n:
                 at = SUPERBLOCK_BYTES + (index - k) * size_bytes
                 places.append((home.parity, at, size_bytes))
-        file = ledger.files.get((shard, index))
+        file = record.files.get((shard, index))
         if file is not None:
             places.append((file, SUPERBLOCK_BYTES, file.header.fragment_bytes))
-        file = ledger.files.get((shard, HOME))
+        file = record.files.get((shard, HOME))
         if file is not None and 0 <= index < file.header.k:
             size_bytes = file.header.fragment_bytes
             places.append((file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))

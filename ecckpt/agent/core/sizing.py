@@ -1,4 +1,4 @@
-"""How much memory a save needs. Pure."""
+"""Memory that a save needs on a node. Pure. Used by the core for budgets, and by simulations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
 
 
 def parity_region_bytes(header: Header) -> int:
-    """Size of a parity region: behind a void superblock, so that no parity is taken for one."""
+    """Size of the region of a shard's parity.
+
+    The parity lies behind a superblock that stays void, so that an agent never adopts such a
+    region.
+    """
     return SUPERBLOCK_BYTES + header.m * header.fragment_bytes
 
 
 def steady_bytes(header: Header, *, local_ranks: int, holders: int) -> int:
-    """Bytes that a node needs for saves like this one, as home and as holder.
+    """Bytes that a node needs to go on with saves like this one, as home and as holder.
 
-    Two generations of home copies and of as many peers' fragments as it sends out, and the parity
-    of the save in progress.
+    For each local rank: two generations of its home copy, two generations of as many peers'
+    fragments as it sends out (the committed one is kept until the next is), and the parity of the
+    save in progress.
     """
     fragments_bytes = holders * _whole_pages(header.at(0).file_bytes)
     home_bytes = _whole_pages(header.at(HOME).file_bytes)

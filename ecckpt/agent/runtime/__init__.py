@@ -1,1 +1,1 @@
-"""The daemon that performs what the core decides: files, network, HTTP, threads."""
+"""The agent's daemon, which performs the decisions: files, network, HTTP, threads."""

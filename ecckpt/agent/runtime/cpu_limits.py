@@ -1,4 +1,4 @@
-"""How an agent leaves room for the training beside it: its CPUs, its priority, its pace."""
+"""What leaves room for the training on a node: the agent's CPUs, its priority, its pull rate."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MOST_CPUS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class ProcessLimits:
     """``cpus`` as in "0-3,8", empty for all; ``nice`` 0 to 19; ``pull_bytes_per_s`` 0: no limit."""
 
     cpus: str = ""
     nice: int = 0
     pull_bytes_per_s: float = 0.0
 
-    def behave(self) -> None:
-        """Give this process, and those it starts, its CPUs and priority.
+    def apply(self) -> None:
+        """Give this process, and those it starts, its CPUs and its priority.
 
-        Without ``cpus`` it gets all there are: an agent that a rank starts would otherwise share
-        the CPUs that this rank is bound to. Raises ``InvalidConfig`` if that is impossible.
+        Without ``cpus`` it gets all CPUs: an agent that a rank starts would otherwise inherit the
+        few that this rank is bound to. Raises ``InvalidConfig`` if the system refuses.
         """
         cpus = parse_cpus(self.cpus) or range(_MOST_CPUS)
         try:
@@ -36,11 +36,14 @@ class Manners:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """The numbers in a list like "0-3,8"; ``InvalidConfig`` for anything else but nothing."""
+    """The numbers in a list like "0-3,8"; an empty text is the empty set.
+
+    Raises ``InvalidConfig`` for anything else.
+    """
     if not text:
         return set()
     if not _CPUS.fullmatch(text):
-        raise InvalidConfig(f"{text!r} is no list of CPUs", hint='such as "0-3,8"')
+        raise InvalidConfig(f"{text!r} is not a list of CPUs", hint='such as "0-3,8"')
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

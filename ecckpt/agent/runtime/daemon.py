@@ -1,7 +1,8 @@
-"""The agent process: one per folder, gunicorn around the application, sockets bound by us.
+"""The agent process: one for each folder, gunicorn around the application, on sockets bound here.
 
-gunicorn's arbiter restarts a worker that dies, and the new one adopts the memory. The sockets are
-bound before it starts, so that the published port is the real one and a port in use fails here.
+gunicorn's arbiter restarts a worker that dies, and the new worker adopts the memory. The sockets
+are bound before gunicorn starts, so that the published port is the real one and a port that is in
+use fails the start. ``ecckpt agent`` runs this.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 
 from gunicorn.app.base import BaseApplication
 
-from ecckpt.agent.runtime.cpu_limits import Manners
+from ecckpt.agent import deadlines
+from ecckpt.agent.runtime.cpu_limits import ProcessLimits
 from ecckpt.agent.runtime.http_app import Application
-from ecckpt.agent.runtime.request_deadline import let_no_one_dawdle
+from ecckpt.agent.runtime.request_deadline import install_request_deadlines
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.errors import AgentMismatch, InvalidConfig
 from ecckpt.format.ids import check_name
@@ -31,18 +33,18 @@ _log = logging.getLogger(__name__)
 
 SOCKET_NAME = "agent.sock"
 
-# Idle ones do not exist; restores of local ranks may occupy a good part of them (node.py).
+# A thread serves one request. Up to 32 fetches of local ranks (core/fetch.py) and 4 verifications
+# (service.py) occupy a thread for long, and so does a ``watch`` of each local rank.
 _THREADS = 64
-_PEER_TIMEOUT_MS = 10_000
-_SOCKET_PATH_LIMIT = 107
+_SOCKET_PATH_LIMIT = 107  # bytes of sun_path in Linux, without the final zero
 
 
 class AlreadyRunning(AgentMismatch):
-    """Another agent owns the folder."""
+    """Another agent has the folder locked."""
 
 
 class _Server(BaseApplication):  # type: ignore[misc]
-    """gunicorn with our settings and none of its files, flags or environment variables."""
+    """gunicorn with the settings given here; it reads no files, flags or environment variables."""
 
     def __init__(self, settings: dict[str, Any], build: Any) -> None:
         self._settings = settings
@@ -51,7 +53,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
 
     def load_config(self) -> None:
         for name, value in self._settings.items():
-            if name in self.cfg.settings:  # a setting that only newer releases know
+            if name in self.cfg.settings:  # else an older release does not know it
                 self.cfg.set(name, value)
 
     def load(self) -> Application:
@@ -67,14 +69,13 @@ def run_agent(
     token: str,
     disk: Path | None = None,
     scrub_bytes_per_s: float = 0.0,
-    manners: Manners = Manners(),  # noqa: B008  (a frozen value)
+    limits: ProcessLimits = ProcessLimits(),  # noqa: B008  (a frozen value)
 ) -> None:
     """Serve until told to stop. Raises before serving if the arguments or the folder forbid it.
 
-    ``listen`` is ``host:port``, port 0 for any. Other addresses than loopback need a ``token``.
-    ``disk`` is a folder for the nodes' disk tiers; each node has one of its own name in it. What is
-    there is read again and again at ``scrub_bytes_per_s``, unless that is 0. ``manners`` leave room
-    for the training beside it.
+    ``listen`` is ``host:port``, port 0 for any free one. Addresses other than loopback need a
+    ``token``. ``disk`` is a folder for disk tiers; each node has a folder of its own name in it. It
+    is scrubbed at ``scrub_bytes_per_s`` (0: never). ``limits`` are applied to this process first.
     """
     check_name("node", node)
     host, port = split_address(listen)
@@ -88,9 +89,9 @@ def run_agent(
         raise InvalidConfig(
             f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
         )
-    manners.behave()
+    limits.apply()
     private_folder(root)
-    lock = _lock(root)
+    lock = _lock(root)  # before the old socket is unlinked: it may be another agent's
     own_disk, disk_lock, disk_problem = _open_disk(disk, node)
     peers, local = _bind_peers(root, host, port), _bind_unix(path)
     bound_host, bound_port = peers.getsockname()[:2]
@@ -105,7 +106,7 @@ def run_agent(
             token=token,
             disk=own_disk,
             scrub_bytes_per_s=scrub_bytes_per_s,
-            pull_bytes_per_s=manners.pull_bytes_per_s,
+            pull_bytes_per_s=limits.pull_bytes_per_s,
             disk_problem=disk_problem,
         )
         arbiter = os.getppid()
@@ -115,16 +116,16 @@ def run_agent(
     settings = {
         "bind": [f"fd://{local.detach()}", f"fd://{peers.detach()}"],
         "worker_class": "gthread",
-        "workers": 1,
+        "workers": 1,  # one process owns the memory and its records
         "threads": _THREADS,
-        "timeout": 60,
-        "graceful_timeout": 2,
-        "keepalive": 0,
+        "timeout": deadlines.WORKER_HANG_S,
+        "graceful_timeout": deadlines.STOP_GRACE_S,
+        "keepalive": 0,  # an idle connection would keep a thread
         "loglevel": "warning",
         "proc_name": f"ecckpt-agent-{node}",
         "worker_tmp_dir": str(root),
         "control_socket_disable": True,
-        "post_worker_init": let_no_one_dawdle,
+        "post_worker_init": install_request_deadlines,
     }
     try:
         _Server(settings, build).run()
@@ -135,9 +136,10 @@ def run_agent(
 
 
 def _open_disk(disk: Path | None, node: str) -> tuple[Path | None, int | None, str]:
-    """The node's own folder on disk, its lock, and why it cannot be used, if it cannot.
+    """The node's own folder on disk, its lock, and why it cannot be used (empty if it can).
 
-    A disk that fails costs its own redundancy, not the agent. One that is somebody else's does.
+    A disk that fails costs the redundancy on disk, not the agent. A disk folder that another agent
+    has locked is an error, because two agents would write the same files.
     """
     if disk is None:
         return None, None, ""
@@ -149,7 +151,7 @@ def _open_disk(disk: Path | None, node: str) -> tuple[Path | None, int | None, s
         raise
     except OSError as error:
         problem = f"disk {folder}: {error.strerror or error}"
-        _log.warning("%s: nothing is stored there", problem)
+        _log.warning("%s: this agent stores nothing on disk", problem)
         return folder, None, problem
 
 
@@ -167,10 +169,10 @@ def _lock(root: Path) -> int:
 
 
 def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
-    """The TCP socket; where any port will do, the one it had before a restart comes first.
+    """The TCP socket. If any port will do, the port before a restart is tried first.
 
-    The ranks of a run know their peers' addresses: an agent that is back at its old one is back
-    in service without anybody having to ask for it.
+    The ranks of a run know their peers' addresses, so an agent that is back at its old address is
+    back in service without further messages.
     """
     memo = root / "port"
     with contextlib.suppress(OSError, ValueError, InvalidConfig):
@@ -185,8 +187,10 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     peers = socket.socket(family, socket.SOCK_STREAM)
     peers.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it: a peer that vanished, or stopped reading, is let go.
-    peers.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_TIMEOUT_MS)
+    # Accepted connections inherit the option.
+    peers.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadlines.PEER_ACK_TIMEOUT_S)
+    )
     try:
         peers.bind((host, port))
     except OSError as error:
@@ -197,7 +201,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
 
 def _bind_unix(path: Path) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # we hold the folder's lock: nobody listens there
+        path.unlink()  # this process has the folder's lock, so no agent listens there
     local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     local.bind(str(path))
     path.chmod(0o600)

@@ -1,6 +1,6 @@
-"""This node's files on disk, and what is written down there of each run; found again at a start.
+"""This node's files on disk, and the state file of each run there; adopted after a restart.
 
-Everything here may wait for a disk: only the disk's own thread calls it.
+Every call may wait for the disk, so only the disk's own thread makes them (runtime/driver.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecckpt.agent.core.actions import Remove, Storing, Write
+from ecckpt.agent.core.actions import Remove, Write
 from ecckpt.agent.core.archive import TAKEN_BACK
 from ecckpt.agent.core.run_record import Entry, RunNotes
+from ecckpt.agent.core.tasks import Storing
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.agent.runtime.shard_bytes import bad_blocks
 from ecckpt.agent.runtime.verify import windows
@@ -30,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _NICE = 10
-_STATE_LIMIT_BYTES = 1 << 20
+_STATE_LIMIT_BYTES = 1 << 20  # as in region_store.py
 
 
 @dataclass(frozen=True, slots=True)
 class DiskInventory:
-    """What an earlier process left: notes by run, files, and what is neither, with the reason."""
+    """What an earlier process left on disk: notes by run, files, and rejected files."""
 
     notes: dict[str, RunNotes] = field(default_factory=dict)
     files: list[DiskFile] = field(default_factory=list)
@@ -43,7 +44,7 @@ class DiskInventory:
 
 
 class Disk:
-    """Files under ``folder``, which is this node's own."""
+    """Files under ``folder``, which belongs to this node alone."""
 
     def __init__(self, folder: Path, *, node: str, volume: Volume = FILES) -> None:
         self.folder = folder
@@ -53,13 +54,13 @@ class Disk:
 
     @property
     def tier(self) -> DiskTier:
-        """The tier, which ``adopt`` makes; ``OSError`` if it could not."""
+        """The tier that ``adopt`` made; ``OSError`` if that failed."""
         if self._tier is None:
             raise OSError(errno.EIO, f"{self.folder} could not be read when the agent started")
         return self._tier
 
     def adopt(self) -> DiskInventory:
-        """Find what is here. What cannot be read is left where it is and named, never deleted."""
+        """Find what is here. Files that cannot be read are left alone and named, never deleted."""
         volume = self._volume
         self._tier = DiskTier(self.folder, node=self._node, volume=volume)
         volume.make_folder(self.folder / "runs")
@@ -78,9 +79,10 @@ class Disk:
         return found
 
     def write(self, action: Write) -> DiskFile:
-        """Write a lent entry; ``NotHeld`` if it is taken back meanwhile.
+        """Write a lent entry; on return the file survives a loss of power.
 
-        ``CorruptFragment`` if it is not right.
+        Raises ``NotHeld`` if the entry is taken back meanwhile, ``CorruptFragment`` if its bytes in
+        memory do not match its table.
         """
         entry = action.entry
         assert entry.table is not None
@@ -89,7 +91,7 @@ class Disk:
         return self.tier.write(entry.header, pieces, entry.table, budget_bytes=budget_bytes)
 
     def remove(self, action: Remove) -> None:
-        """Remove files; one that cannot be removed is met again at the next start."""
+        """Remove files. One that cannot be removed is adopted again at the next start."""
         for file in action.files:
             try:
                 self.tier.discard(file)
@@ -97,24 +99,25 @@ class Disk:
                 _log.warning("could not remove %s: %s", file.path, error)
 
     def record(self, run: str, notes: RunNotes) -> RunNotes:
-        """Write down what must outlive the memory; returns it."""
+        """Write the lasting notes of a run to its state file; returns them."""
         write_small(self.folder / "runs" / f"{run}.state", pack_notes(notes), self._volume)
         return notes
 
     def _check_regular(self, path: Path) -> None:
         if not self._volume.is_file(path):
-            raise InvalidMessage(f"{path.name} is no regular file")
+            raise InvalidMessage(f"{path.name} is not a regular file")
 
 
-def calm() -> None:
-    """Make the calling thread one that lets others go first, on the processor and on the disk."""
+def lower_priority() -> None:
+    """Let other threads go before the calling one, on the processor and on the disk."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
-    """The payload, copied piece by piece: at no time does the disk hold the memory itself.
+    """The payload of an entry, copied and verified piece by piece.
 
-    And proven: what has rotted in memory must not count as stored. ``CorruptFragment`` then.
+    Copied, because the disk must never refer to memory that may be recycled at any moment.
+    Verified, because a block that has rotted in memory must not count as stored.
     """
     header, table = entry.header, entry.table
     assert table is not None
@@ -122,7 +125,9 @@ def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
     for index, rows, offset, length in windows(header, _PIECE_BYTES):
         piece, start = buffer[:length], SUPERBLOCK_BYTES + offset
         piece[:] = entry.region.view[start : start + length]
-        if not entry.lent:  # looked at after copying: what was copied may be another file's
+        # Checked after the copy: if the entry was taken back before or during the copy, the bytes
+        # may be those of another file. If it is taken back later, the copy is still right.
+        if not entry.lent:
             raise NotHeld(TAKEN_BACK)
         if bad := bad_blocks(header, index, piece, table, rows):
             raise CorruptFragment(
@@ -134,7 +139,7 @@ def _pieces(entry: Entry, storing: Storing) -> Iterator[memoryview]:
 
 @contextmanager
 def _guarded(found: DiskInventory, path: Path) -> Iterator[None]:
-    """What cannot be adopted is left where it is and named, never deleted, never fatal."""
+    """Leave what cannot be adopted where it is and name it in ``rejected``."""
     try:
         yield
     except Exception as error:

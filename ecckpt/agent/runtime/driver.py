@@ -1,9 +1,13 @@
-"""Drives the core: takes events from many threads, performs what it decides.
+"""The driver of the core: takes events from many threads and performs what the core decides.
 
-Decisions are made one at a time, under a lock, together with those actions that are settled at
-once. What takes time is done outside of it: what a request's answer waits for by the thread that
-asks, the rest by small pools. Threads of the pools serve nobody, so agents that pull from each
-other cannot use up the threads that answer.
+    server thread --ask--> [lock: decide, small actions] --> large actions, by the same thread until
+                                                             it has the answer; later ones by pools
+    pool or alarm -------> [lock: decide, small actions] --> large actions, by pools
+
+Decisions are made one at a time under a lock, together with their small actions. Large actions are
+performed outside of the lock: those that an answer depends on by the thread that asks, the others
+by small pools. Threads of the pools answer no requests, so two agents that pull from each other
+cannot use up each other's server threads.
 """
 
 from __future__ import annotations
@@ -33,10 +37,8 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
-    Fetching,
     Finished,
     Gather,
-    Job,
     Large,
     MarkAssigned,
     Post,
@@ -51,7 +53,6 @@ from ecckpt.agent.core.actions import (
     Request,
     Seal,
     Small,
-    Taking,
     Wake,
     Warn,
     Write,
@@ -59,10 +60,11 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.hold import PULLS
 from ecckpt.agent.core.prefetch import PREFETCHES
-from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, calm
+from ecckpt.agent.core.tasks import Fetching, Job, Taking
+from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, lower_priority
 from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
-from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.agent.runtime.shard_bytes import encode_home, seal
 from ecckpt.agent.runtime.verify import verdict_on
 from ecckpt.errors import EcckptError, NotHeld
@@ -78,7 +80,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _THREADS: dict[type, int] = {
-    Remember: 1,
+    Remember: 1,  # most notes are written by the thread whose request changed them
     Allocate: 4,
     Encode: 2,
     Pull: PULLS + PREFETCHES,
@@ -89,12 +91,12 @@ _THREADS: dict[type, int] = {
 
 
 class Driver:
-    """Thread-safe. ``changed`` guards the core and wakes who waits for news."""
+    """Thread-safe. ``changed`` guards the core; it is notified after every decision."""
 
     def __init__(
         self,
         core: Core,
-        shelf: Shelf,
+        region_store: RegionStore,
         network: PeerNetwork,
         tracer: Tracer,
         disk: Disk | None = None,
@@ -103,23 +105,27 @@ class Driver:
         self._tracer = tracer
         self._disk = disk
         self.changed = threading.Condition()
-        self._shelf = shelf
+        self._region_store = region_store
         self._network = network
-        self._alarm = _Alarm(self._begin)
+        self._alarm = _Alarm(self._handle)
         self._pools = {
             kind: ThreadPoolExecutor(threads, thread_name_prefix=kind.__name__.lower())
             for kind, threads in _THREADS.items()
         }
-        behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=calm)
+        # One thread for all work on the disk: actions on it stay in the order of the decisions.
+        behind = ThreadPoolExecutor(1, thread_name_prefix="disk", initializer=lower_priority)
         self._pools |= {Write: behind, Remove: behind, Record: behind}
-        self._pools[Check] = ThreadPoolExecutor(1, thread_name_prefix="check", initializer=calm)
+        self._pools[Check] = ThreadPoolExecutor(
+            1, thread_name_prefix="check", initializer=lower_priority
+        )
         for pool in {id(pool): pool for pool in self._pools.values()}.values():
-            pool.submit(bool)  # one thread of each is there from the start
+            pool.submit(bool)  # starts one thread of each pool while there is memory for it
 
-    def adopt(self, *, patience_s: float) -> None:
-        """Enter what is on disk; what takes longer than ``patience_s`` is entered when it is read.
+    def adopt_disk(self, *, patience_s: float) -> None:
+        """Enter what an earlier process left on disk; wait for it at most ``patience_s``.
 
-        Until then it is named in ``rejected``: nobody takes its absence for proof.
+        A longer scan goes on in the background. Until it ends, the disk is named in ``rejected``,
+        so that no restore treats files that are not read yet as lost.
         """
         if self._disk is None:
             return
@@ -131,30 +137,30 @@ class Driver:
 
     def _adopted(self, reading: Future[DiskInventory]) -> None:
         with self.changed:
-            ledgers = self.core.ledgers
+            records = self.core.ledgers
             try:
-                ledgers.adopt_disk(reading.result())
+                records.adopt_disk(reading.result())
             except Exception as error:
-                ledgers.lose_disk(str(error))
+                records.lose_disk(str(error))
                 _log.exception("the disk cannot be read")
 
     @property
     def reading(self) -> bool:
-        """Whether what is on disk is still being read."""
+        """Whether the disk is still being scanned."""
         return self.core.ledgers.awaits_disk
 
-    def begin(self) -> None:
-        """Take up what needs no request."""
-        self._begin(Begun())
+    def start(self) -> None:
+        """Start what needs no request: guards from the notes, and scrubbing."""
+        self._handle(Begun())
 
     def note_damage(self, file: DiskFile, why: str) -> bool:
-        """A file on disk was found bad; whether that is news."""
+        """Note that a file on disk was found bad; True if that is new."""
         with self.changed:
             return self.core.ledgers.note_damage(file, why)
 
     @contextmanager
     def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
-        """A sealed entry in memory, kept there meanwhile; ``NotHeld`` if there is none."""
+        """A sealed entry in memory, pinned for the context; ``NotHeld`` if there is none."""
         with self.changed:
             entry = self.core.ledgers.find(shard, index)
             if entry.table is None:
@@ -169,7 +175,11 @@ class Driver:
                     self._settle(action)
 
     def ask(self, request: Request) -> object:
-        """The answer to a request; raises what refuses it."""
+        """The answer to a request; raises the error that refuses it.
+
+        The calling thread performs all actions until it has the answer, except those on the disk.
+        What the core decides after the answer goes to the pools.
+        """
         answer: Answer | None = None
         todo = deque(self._decide(request))
         while todo:
@@ -185,8 +195,8 @@ class Driver:
         assert isinstance(answer, Reply), request
         return answer.message
 
-    def _begin(self, event: Event) -> None:
-        """Decide about an event that nobody waits for."""
+    def _handle(self, event: Event) -> None:
+        """Decide about an event that is not a request, and hand the actions to the pools."""
         for action in self._decide(event):
             assert not isinstance(action, Reply | Refuse)
             self._submit(action)
@@ -194,19 +204,24 @@ class Driver:
     def _submit(self, action: Large) -> None:
         try:
             self._pools[type(action)].submit(self._work, action)
-        except RuntimeError as error:  # no memory for one more thread: one that is there does it
-            _log.warning("%s waits: %s", type(action).__name__.lower(), error)
+        except RuntimeError as error:  # no memory for one more thread; an existing one will do it
+            _log.warning(
+                "%s waits for a free thread, none could be started: %s",
+                type(action).__name__.lower(),
+                error,
+            )
 
     def _work(self, action: Large) -> None:
         try:
-            self._begin(self._perform(action))
+            self._handle(self._perform(action))
         except Exception:
-            _log.exception("after %s", type(action).__name__)
+            _log.exception("the end of %s could not be handled", type(action).__name__.lower())
 
     def _decide(self, event: Event) -> list[Large | Answer]:
         with self.changed:
             actions = self.core.handle(event, time.monotonic())
             large = [action for action in actions if not isinstance(action, Small)]
+            # Still under the lock: the next decision must find the files as this one left them.
             for action in actions:
                 if isinstance(action, Small):
                     self._settle(action)
@@ -218,13 +233,13 @@ class Driver:
             case Seal(entry):
                 seal(entry)
             case Recycle() | Discard():
-                self._shelf.let_go(action)
+                self._region_store.let_go(action)
             case MarkAssigned(region):
-                self._shelf.tier.assign(region)
+                self._region_store.tier.assign(region)
             case Release(run):
-                self._shelf.tier.release(run)
+                self._region_store.tier.release(run)
             case Borrow():
-                self._shelf.borrow(action)
+                self._region_store.borrow(action)
             case Wake(at_s, task):
                 self._alarm.set(at_s, Due(task))
             case Warn(text):
@@ -249,11 +264,13 @@ class Driver:
         result: object = None
         match action:
             case Remember(run):
-                with self.changed:  # the newest notes, whoever comes last
-                    return self._shelf.remember(run, self.core.ledgers.of(run).notes)
+                # The current notes, written under the lock: whichever of several such actions is
+                # performed last, an older state never replaces a newer one in the file.
+                with self.changed:
+                    return self._region_store.remember(run, self.core.ledgers.of(run).notes)
             case Allocate(task=task):
                 with self._tracer.span("allocate", _shard_of(task)):
-                    return self._shelf.allocate(action)
+                    return self._region_store.allocate(action)
             case Encode(job):
                 assert job.home is not None
                 header = job.home.header
@@ -283,14 +300,14 @@ class Driver:
             case Remove():
                 self._disk.remove(action)
             case Record(run):
-                with self.changed:  # only to look: nobody waits for the disk
+                with self.changed:  # not held while writing: a disk may hang
                     notes = self.core.ledgers.of(run).noted.lasting
                 return self._disk.record(run, notes)
         return None
 
 
 def _is_expected(action: Large) -> bool:
-    """Whether nobody need hear of it if that fails, or the core has its own words for it."""
+    """Whether a failure needs no log line: it is common, or the core reports it itself."""
     early = isinstance(action, Pull) and action.taking.early
     return early or isinstance(action, Allocate | Announce | AskPeer | Write)
 
@@ -302,9 +319,10 @@ def _shard_of(task: Reserve | Job | Taking | Fetching) -> ShardId:
 
 
 class _Alarm:
-    """One thread that tells events when their time has come; started with the first of them.
+    """One thread that hands in events at their times; started with the first of them.
 
-    Where there is no memory for it, the next event tries again: what is pending is told late.
+    Where no thread can be started for want of memory, the next event tries again, and the pending
+    ones are handed in late.
     """
 
     def __init__(self, tell: Callable[[Event], None]) -> None:
@@ -323,7 +341,7 @@ class _Alarm:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    _log.warning("no alarm yet: %s", error)
+                    _log.warning("alarms are late, their thread could not be started: %s", error)
                 else:
                     self._thread = thread
 
@@ -333,7 +351,7 @@ class _Alarm:
             try:
                 self._tell(event)
             except Exception:
-                _log.exception("after an alarm")
+                _log.exception("an alarm could not be handled")
 
     def _await(self) -> Due:
         with self._changed:

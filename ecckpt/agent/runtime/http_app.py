@@ -1,4 +1,7 @@
-"""The agent's HTTP interface (docs/PROTOCOL.md) as a WSGI application."""
+"""The agent's HTTP interface (docs/PROTOCOL.md) as a WSGI application.
+
+It routes by the table of verbs (protocol/verbs.py) to the methods of ``AgentService``.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,9 @@ class Refused(Exception):
 class Application:
     """WSGI: routes a request to the agent and maps its errors to statuses.
 
-    Requests over the Unix socket come from this node (its folder is private to the user) and may
-    do everything; peers over TCP show the token, if there is one, and may not stage or shut down.
+    Requests over the Unix socket come from this node, since its folder is private to the user, and
+    may do everything. Peers over TCP need the token, if there is one, and may not use the verbs
+    that are marked local, nor shut the agent down.
     """
 
     def __init__(self, agent: AgentService, *, token: str, stop: Callable[[], None]) -> None:
@@ -89,7 +93,7 @@ class Application:
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer one request."""
         try:
-            local = _is_local(environ)
+            local = _is_local(environ)  # file permissions are the credential of the Unix socket
             if not local:
                 self._authorize(environ)
             if environ["REQUEST_METHOD"] == "GET":
@@ -139,7 +143,7 @@ class Application:
         match = _RUN.fullmatch(path)
         verb = VERBS.get(match["verb"]) if match else None
         if match is None or verb is None or verb.is_read:
-            raise Refused(404, f"no {environ['REQUEST_METHOD']} {path}")
+            raise Refused(404, f"there is no {environ['REQUEST_METHOD']} {path}")
         if verb.local and not local:
             raise Refused(403, f"{verb.name} is for this node's own ranks, over the Unix socket")
         message: object = unpack_message(verb.request, _body(environ))
@@ -166,6 +170,7 @@ class Application:
                 shard, int(index), last=query == "last", early=query == "early"
             )
         start, stop, status = _span(environ.get("HTTP_RANGE", ""), size_bytes)
+        # The region may be recycled while it is sent: its reader verifies every block anyway.
         file = path.open("rb", buffering=0)
         file.seek(offset + start)
         extra = (
@@ -196,7 +201,7 @@ def _shard(match: re.Match[str]) -> ShardId:
 
 
 def _span(text: str, size_bytes: int) -> tuple[int, int, int]:
-    """Start, stop and status for a Range header; one range only."""
+    """Start, stop and status for a Range header. Only one range is supported."""
     if not text:
         return 0, size_bytes, 200
     match = _RANGE.fullmatch(text)

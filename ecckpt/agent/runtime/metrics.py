@@ -1,4 +1,4 @@
-"""An agent's status as Prometheus reads it: text exposition format 0.0.4. Pure."""
+"""The status of an agent in the text format 0.0.4 of Prometheus. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KIND = "text/plain; version=0.0.4; charset=utf-8"
 
 _Facts = Mapping[str, Any]
 
-# name, kind, meaning, and where the value is in a run's status (None: not to be shown)
+# Name, kind, help text, and the value in a run's status (None: the metric is left out).
 _METRICS: tuple[tuple[str, str, str, Callable[[_Facts], int | None]], ...] = (
     (
         "ecckpt_margin_nodes",
@@ -20,7 +20,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[_Facts], int | None]], ...] = (
     (
         "ecckpt_fragments_missing",
         "gauge",
-        "fragments of those shards that no living node holds",
+        "fragments of those shards that no answering node holds",
         lambda facts: facts["guard"] and facts["guard"]["missing"],
     ),
     (
@@ -50,7 +50,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[_Facts], int | None]], ...] = (
 
 
 def exposition(status: _Facts) -> str:
-    """The text for a status (``Agent.status``); names of runs need no escaping."""
+    """The text for a status (``AgentService.status``). Names of runs need no escaping."""
     lines: list[str] = []
     for name, kind, meaning, value_of in _METRICS:
         lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]

@@ -1,4 +1,4 @@
-"""Keeping what is read or pulled below a rate, so that others get their share."""
+"""Keeping what several threads read or pull together below a rate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ecckpt.protocol.http import Pace
 
 
 def pace_of(bytes_per_s: float) -> Pace:
-    """Keeps what several threads take together to that rate (0: any).
+    """A function that waits until the bytes it is told of fit into the rate (0: no limit).
 
-    Nothing is saved up: after a quiet minute the rate is the same as ever.
+    Unused rate is not saved up: after a quiet minute there is no burst.
     """
     lock = threading.Lock()
     free_s = 0.0

@@ -1,6 +1,6 @@
-"""Files of this node: regions, and what is written down of each run; found again after a kill.
+"""The agent's files in tmpfs: regions, and the state file of each run; adopted after a restart.
 
-Does what the core decides. The only user of a tier.
+Performs what the core decides. It is the only user of storage/regions.py in the agent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, parse_superblock, pars
 
 _log = logging.getLogger(__name__)
 
-_STATE_LIMIT_BYTES = 1 << 20  # roll-backs, and all generations that stay on disk
+_STATE_LIMIT_BYTES = 1 << 20  # roll-backs and stored generations make it long
 
 
-class Shelf:
-    """The files under ``root``. Notes of a run are written by one thread at a time."""
+class RegionStore:
+    """The files under ``root``. Only one thread at a time writes the state of a run."""
 
     def __init__(self, root: Path, *, node: str) -> None:
         self.tier = MemoryTier(root, node=node)
@@ -31,26 +31,31 @@ class Shelf:
         self._states.mkdir(mode=0o700, exist_ok=True)
 
     def allocate(self, action: Allocate) -> Region:
-        """A region whose superblock is void; raises as the tier does."""
+        """A region whose superblock is void; raises what the tier raises."""
         budget_bytes = action.budget_bytes or self.tier.default_budget_bytes()
         return self.tier.allocate(
             action.run, action.size_bytes, budget_bytes=budget_bytes, what=action.what
         )
 
     def borrow(self, action: Borrow) -> None:
-        """A region for a task if one is spare, as ``allocate`` gives it."""
+        """Give the task a spare region that fits, if there is one."""
         header = action.taking.message.header
         action.taking.region = self.tier.take_spare(header.shard.run, header.file_bytes)
 
     def let_go(self, action: Recycle | Discard) -> None:
-        """Keep a region for the next taker, or give it back."""
+        """Recycle a region for the next allocation, or unlink it."""
         if isinstance(action, Recycle):
             self.tier.recycle(action.run, action.region)
         else:
             self.tier.discard(action.run, action.region)
 
     def remember(self, run: str, notes: RunNotes) -> RunNotes:
-        """Write down what must outlive the process; returns it. ``OSError`` if that failed."""
+        """Write the notes of a run to its state file; returns them. ``OSError`` if that failed.
+
+        The rename replaces the file as a whole, so an agent that is killed here leaves the old
+        notes or the new ones. Neither is flushed: tmpfs survives a process, and does not survive a
+        loss of power anyway.
+        """
         path = self._states / f"{run}.state"
         draft = path.with_suffix(".draft")
         draft.write_bytes(pack_notes(notes))
@@ -59,12 +64,13 @@ class Shelf:
 
     # -- what an earlier process left -------------------------------------------------------------
 
-    def adopt(self, ledgers: RunRecords) -> None:
-        """Enter what is found here into the ledgers.
+    def adopt(self, records: RunRecords) -> None:
+        """Enter what is found here into the records.
 
-        What cannot be adopted is left where it is and named in ``rejected``, never deleted, never
-        fatal. Only notes that the system does not let us read now are an ``OSError``: without the
-        fence that is on file older writers would be let in, and the file would be written anew.
+        A file that cannot be adopted is named in ``rejected``. It is never deleted, and it does not
+        stop the agent. The one exception is a state file that the system cannot read now: that is
+        an ``OSError``, because without its fence older writers would be admitted, and the file
+        would be overwritten.
         """
 
         def guarded(
@@ -74,12 +80,12 @@ class Shelf:
         ) -> None:
             try:
                 if not path.is_file():
-                    raise InvalidMessage(f"{path.name} is no regular file")
-                adopt(path, ledgers)
+                    raise InvalidMessage(f"{path.name} is not a regular file")
+                adopt(path, records)
             except fatal:
                 raise
             except Exception as error:
-                ledgers.rejected[path.name] = str(error)
+                records.rejected[path.name] = str(error)
                 _log.warning("not adopted: %s: %s", path, error)
 
         for path in sorted(self._states.glob("*.state")):
@@ -87,29 +93,30 @@ class Shelf:
         for path in self.tier.found():
             guarded(path, self._adopt_region, ())
 
-    def _adopt_state(self, path: Path, ledgers: RunRecords) -> None:
+    def _adopt_state(self, path: Path, records: RunRecords) -> None:
         with path.open("rb") as file:
             notes = unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
-        ledger = ledgers.of(path.stem)
-        ledger.believe(notes)
-        ledger.noted = notes
+        record = records.of(path.stem)
+        record.believe(notes)
+        record.noted = notes
 
-    def _adopt_region(self, path: Path, ledgers: RunRecords) -> None:
+    def _adopt_region(self, path: Path, records: RunRecords) -> None:
         with path.open("rb") as file:
             superblock = file.read(SUPERBLOCK_BYTES)
             header = parse_superblock(superblock, path.name)
             if header is None and not any(superblock):
-                # Spare, or never finished: and then its writer may still have it mapped.
+                # A spare region, or a slot that was never sealed. It is not recycled, because the
+                # trainer of an unsealed slot may still have it mapped.
                 path.unlink()
                 return
             if header is None:
-                raise CorruptFragment(f"{path.name}: begins like no file of ours")
-            if path.stat().st_size < header.file_bytes:  # before believing its numbers
+                raise CorruptFragment(f"{path.name}: does not begin like an ecckpt file")
+            if path.stat().st_size < header.file_bytes:  # before trusting its sizes
                 raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
             file.seek(header.trailer_offset)
             table = parse_table(file.read(header.trailer_bytes), header, path.name)
         run = header.shard.run
-        ledgers.of(run)  # before anything is counted for a run that cannot be
-        for action in ledgers.adopt(Entry(header, self.tier.adopt(run, path), table)):
+        records.of(run)  # raises for an invalid name, before any memory is counted for it
+        for action in records.adopt(Entry(header, self.tier.adopt(run, path), table)):
             assert isinstance(action, Recycle | Discard)
             self.let_go(action)

@@ -1,7 +1,8 @@
-"""Connections that must come to the point: a peer that dawdles is let go, and so is its thread.
+"""A deadline for each request: a connection that sends slowly must not keep a server thread.
 
 The server reads a request in a thread of a bounded pool, for as long as bytes trickle in. Without
-a deadline a few dozen connections that send one byte a second would keep the agent from everybody.
+this deadline a few dozen connections that send one byte a second would occupy all threads.
+daemon.py installs it in the server's worker.
 """
 
 from __future__ import annotations
@@ -11,10 +12,7 @@ import socket
 import time
 from typing import Any
 
-# A request is at most 8 MiB (wire/coding.py), most are a few hundred bytes.
-REQUEST_TIMEOUT_S = 5.0
-# An answer may take as long as it needs, while some of it is taken within that time.
-_IDLE_TIMEOUT_S = 10.0
+from ecckpt.agent import deadlines
 
 
 class Listener(socket.socket):
@@ -27,11 +25,11 @@ class Listener(socket.socket):
 
 
 class _Connection(socket.socket):
-    """Carries one request: the agent keeps no connection alive."""
+    """A connection with one request: the agent keeps no connection alive."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._deadline_s = time.monotonic() + REQUEST_TIMEOUT_S
+        self._deadline_s = time.monotonic() + deadlines.REQUEST_TIMEOUT_S
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         left_s = self._deadline_s - time.monotonic()
@@ -39,13 +37,13 @@ class _Connection(socket.socket):
         try:
             return super().recv(bufsize, flags)
         except TimeoutError as error:
-            # What the server takes for a peer that went away, which is no news.
-            raise ConnectionResetError(errno.ECONNRESET, "the request did not come") from error
+            # gunicorn takes this for a peer that went away and logs nothing.
+            raise ConnectionResetError(errno.ECONNRESET, "the request came too slowly") from error
         finally:
-            self.settimeout(_IDLE_TIMEOUT_S)
+            self.settimeout(deadlines.ANSWER_IDLE_S)
 
 
-def let_no_one_dawdle(worker: Any) -> None:
-    """Make the listeners of a server's worker such ones; called in it before it accepts any."""
+def install_request_deadlines(worker: Any) -> None:
+    """Replace the listeners of a server's worker; the server calls it before it accepts."""
     for each in worker.sockets:
         each.sock = Listener(fileno=each.sock.detach())

@@ -1,4 +1,7 @@
-"""The bytes of what an agent writes down of a run: a CRC32C, then a msgpack map. Pure."""
+"""The bytes of a run's state file: a CRC32C, then a msgpack map. Pure.
+
+Used for the state files in tmpfs (region_store.py) and on disk (disk_store.py).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ecckpt.protocol.messages.repair import Guard
 
 
 def pack_notes(notes: RunNotes) -> bytes:
-    """The notes of a run as bytes."""
+    """The bytes of a run's notes."""
     fields = {
         "fence": notes.fence,
         "committed": str(notes.committed or ""),
@@ -32,7 +35,10 @@ def pack_notes(notes: RunNotes) -> bytes:
 
 
 def unpack_notes(raw: bytes, where: str) -> RunNotes:
-    """The notes in those bytes; ``CorruptFragment`` or ``InvalidMessage`` if there are none."""
+    """The notes in these bytes; ``CorruptFragment`` or ``InvalidMessage`` if they cannot be read.
+
+    Fields that an earlier release did not write have defaults.
+    """
     if int.from_bytes(raw[:4], "little") != crc32c(raw[4:]):
         raise CorruptFragment(f"{where}: run state fails its CRC32C")
     try:
@@ -40,22 +46,22 @@ def unpack_notes(raw: bytes, where: str) -> RunNotes:
         restored_by = fields.get("restored_by", fields["fence"])
         session = fields.get("session", "")
         if type(fields["fence"]) is not int or type(restored_by) is not int:
-            raise InvalidMessage(f"{where}: no fence in it, or a timeline that is no number")
+            raise InvalidMessage(f"{where}: the fence or a timeline is not a number")
         if type(session) is not str:
-            raise InvalidMessage(f"{where}: a session that is no text")
+            raise InvalidMessage(f"{where}: the session is not a text")
         roll_backs = (
             RollBack(int(timeline), Generation.parse(target))
             for timeline, target in fields.get("roll_backs", ())
         )
         return RunNotes(
-            fields["fence"],
-            Generation.parse(fields["committed"]) if fields["committed"] else None,
-            Generation.parse(fields["restored"]) if fields["restored"] else None,
-            in_force(roll_backs),
-            tuple(Generation.parse(each) for each in fields.get("stored", ())),
-            unpack_message(Guard, fields["guard"]) if fields.get("guard") else None,
-            restored_by,
-            session,
+            fence=fields["fence"],
+            committed=Generation.parse(fields["committed"]) if fields["committed"] else None,
+            restored=Generation.parse(fields["restored"]) if fields["restored"] else None,
+            roll_backs=in_force(roll_backs),
+            stored=tuple(Generation.parse(each) for each in fields.get("stored", ())),
+            guard=unpack_message(Guard, fields["guard"]) if fields.get("guard") else None,
+            restored_by=restored_by,
+            session=session,
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise InvalidMessage(f"{where}: no run state: {error}") from error
+        raise InvalidMessage(f"{where}: not the state of a run: {error}") from error

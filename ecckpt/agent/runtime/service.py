@@ -1,4 +1,8 @@
-"""One node's agent, without the server around it: a method per request."""
+"""One node's agent without the server around it: one method for each request.
+
+http_app.py calls it from the server's threads. Requests that change something go through the driver
+to the core; the others read the core's records under the driver's lock.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,15 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.fetch import slot_of
-from ecckpt.agent.core.repair import Watched
+from ecckpt.agent.core.repair import GuardStatus
 from ecckpt.agent.runtime.disk_store import Disk
 from ecckpt.agent.runtime.driver import Driver
 from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
-from ecckpt.agent.runtime.region_store import Shelf
+from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.agent.runtime.verify import Blocks, check_entry, check_file
 from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME
@@ -43,19 +48,16 @@ from ecckpt.protocol.messages.save import (
 from ecckpt.protocol.messages.trace import Spans, Trace
 from ecckpt.protocol.tracing import Tracer
 
-_WAIT_LIMIT_S = 30.0
-_VERIFYING = 4  # each keeps a server thread
-_LEAST_BYTES_PER_S = 1 << 20
-_PATIENCE_S = 5.0  # for reading what is on disk, at a start
+_VERIFYING = 4  # at a time: each keeps one of the server's threads
+_LEAST_BYTES_PER_S = 1 << 20  # of a verification: slower ones would keep a thread for hours
 
 
 class AgentService:
-    """Owns the checkpoint memory under ``root``, and the folder ``disk``; adopts what is there.
+    """Owns the memory under ``root`` and the folder ``disk``; adopts what it finds there.
 
-    Thread-safe: the server calls it from many threads. Peers reach it at ``address``.
-    ``disk_problem`` says why the disk that it should have cannot be used. What is on disk is read
-    again and again at ``scrub_bytes_per_s``, unless that is 0; fragments to hold are pulled no
-    faster than ``pull_bytes_per_s``, unless that is 0.
+    Thread-safe. Peers reach the agent at ``address``. ``disk_problem`` says why a configured disk
+    cannot be used. The disk is scrubbed at ``scrub_bytes_per_s`` (0: never). Fragments to hold are
+    pulled at no more than ``pull_bytes_per_s`` (0: no limit).
     """
 
     def __init__(
@@ -71,25 +73,27 @@ class AgentService:
         scrub_bytes_per_s: float = 0.0,
         pull_bytes_per_s: float = 0.0,
     ) -> None:
-        self.shelf = Shelf(root, node=node)
+        self.region_store = RegionStore(root, node=node)
         self._disk = Disk(disk, node=node) if disk and not disk_problem else None
         self._disk_folder = str(disk or "")
         self.core = Core(
             node=node,
             address=address,
-            budget_bytes=self.shelf.tier.default_budget_bytes(),
+            budget_bytes=self.region_store.tier.default_budget_bytes(),
             disk=disk is not None,
             disk_problem=disk_problem,
             scrub_bytes_per_s=scrub_bytes_per_s if self._disk else 0.0,
         )
-        self.shelf.adopt(self.core.ledgers)
+        # In this order: memory and its notes first, since they hold the fence; then the disk, whose
+        # older notes never replace newer ones; then work that needs both.
+        self.region_store.adopt(self.core.ledgers)
         if disk_problem:
             self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
         self._tracer, self._ranks_tracer = Tracer(), Tracer()
         network = PeerNetwork(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
-        self._driver = Driver(self.core, self.shelf, network, self._tracer, self._disk)
-        self._driver.adopt(patience_s=_PATIENCE_S)
-        self._driver.begin()
+        self._driver = Driver(self.core, self.region_store, network, self._tracer, self._disk)
+        self._driver.adopt_disk(patience_s=deadlines.DISK_SCAN_PATIENCE_S)
+        self._driver.start()
         self._verifying = threading.BoundedSemaphore(_VERIFYING)
         self._changed = self._driver.changed
         self.info = NodeInfo(
@@ -106,61 +110,64 @@ class AgentService:
     # -- requests that the core decides -----------------------------------------------------------
 
     def reserve(self, message: Reserve) -> Slot:
-        """A slot for the next shard of a rank on this node."""
+        """Reserve a slot for the next shard of a rank on this node."""
         return cast(Slot, self._driver.ask(message))
 
     def stage(self, message: Stage) -> Done:
-        """Say what has been put into a reserved slot."""
+        """Note which shard a rank has put into its reserved slot."""
         return cast(Done, self._driver.ask(message))
 
     def protect(self, message: Protect) -> Done:
-        """Start protecting; ``watch`` tells how it goes."""
+        """Start to protect a shard; ``watch`` reports the progress."""
         return cast(Done, self._driver.ask(message))
 
     def prefetch(self, message: Prefetch) -> Done:
-        """Perhaps pull what this node will be asked to hold."""
+        """Perhaps pull a fragment that this node will be asked to hold."""
         return cast(Done, self._driver.ask(message))
 
     def hold(self, message: Hold) -> Done:
-        """Start pulling a fragment; ``held`` goes to its home when that is done."""
+        """Queue the pull of a fragment; ``held`` goes to its home when that has ended."""
         return cast(Done, self._driver.ask(message))
 
     def held(self, message: Held) -> Done:
-        """A holder's answer to this home."""
+        """Take a holder's answer to a ``hold`` of this home."""
         return cast(Done, self._driver.ask(message))
 
     def commit(self, message: Commit) -> Done:
-        """Let older generations go."""
+        """Note a commit, and drop older generations."""
         return cast(Done, self._driver.ask(message))
 
     def begin(self, message: Begin) -> Inventory:
-        """Begin a timeline, and show what is here."""
+        """Begin a timeline, and return the inventory of the run."""
         return cast(Inventory, self._driver.ask(message))
 
     def forget(self, message: Forget) -> Done:
-        """Drop all that is here of a run."""
+        """Drop everything that is here of a run, in memory and on disk."""
         if self._driver.reading:
-            raise RequestRefused(self.info.node, 503, "what is on disk is still being read")
+            raise RequestRefused(self.info.node, 503, "the disk is still being read")
         return cast(Done, self._driver.ask(message))
 
     def fence(self, message: Fence) -> Done:
-        """Refuse older timelines."""
+        """Refuse writers of older timelines from now on."""
         return cast(Done, self._driver.ask(message))
 
     def fetch(self, message: Fetch) -> Fetched:
-        """Bring a shard here."""
+        """Bring a shard to this node; the answer comes when it is here."""
         return cast(Fetched, self._driver.ask(message))
 
     def assign(self, message: Assign) -> Slot:
-        """The sealed home copy of a shard, for good."""
+        """Assign a sealed home copy to the process that asks: its region is never written again."""
         return cast(Slot, self._driver.ask(message))
 
     def guard(self, message: Guard) -> Done:
-        """Watch over the home copies here from now on."""
+        """Watch the home copies on this node, and repair what their holders lose."""
         return cast(Done, self._driver.ask(message))
 
     def repair(self, message: Repair) -> Done:
-        """Bring the shard here, if it is not, and have what is missing held; that goes on."""
+        """Fetch the shard if it is not here, then have the targets hold what they lack.
+
+        The answer comes when the shard is here; the protection goes on.
+        """
         header, run = message.header, message.header.shard.run
         with self._changed:
             home = self.core.ledgers.look(run).find(header.shard, HOME)
@@ -189,18 +196,18 @@ class AgentService:
         )
 
     def store(self, message: Store) -> Stored:
-        """Write a generation to disk, behind all else, or tell how far that is."""
+        """Write a generation to disk in the background, or answer how far it is."""
         return cast(Stored, self._driver.ask(message))
 
     def retain(self, message: Retain) -> Done:
-        """Let older generations go from disk."""
+        """Remove superseded generations from disk."""
         return cast(Done, self._driver.ask(message))
 
     # -- requests that only look ------------------------------------------------------------------
 
     def watch(self, message: Watch) -> Progress:
-        """How far a shard is; waits for news up to ``wait_s`` (at most 30 s)."""
-        deadline_s = time.monotonic() + min(message.wait_s, _WAIT_LIMIT_S)
+        """How far a shard is; waits for news for ``wait_s``, at most ``WATCH_LIMIT_S``."""
+        deadline_s = time.monotonic() + min(message.wait_s, deadlines.WATCH_LIMIT_S)
         with self._changed:
             while True:
                 now = self.core.progress(message.shard)
@@ -210,12 +217,12 @@ class AgentService:
                 self._changed.wait(left_s)
 
     def probe(self, message: Probe) -> Presence:
-        """What is here of these shards."""
+        """Which fragments of these shards are here, and which are about to be."""
         with self._changed:
             return self.core.presence(message)
 
     def verify(self, message: Verify) -> Verified:
-        """Check every block of a file, here."""
+        """Verify every block of a file of this node."""
         if not self._verifying.acquire(blocking=False):
             raise RequestRefused(self.info.node, 503, f"{_VERIFYING} files are being verified")
         try:
@@ -240,7 +247,7 @@ class AgentService:
         return bad
 
     def slot(self, shard: ShardId) -> Slot:
-        """The sealed home copy of a shard."""
+        """How to map the sealed home copy of a shard."""
         with self._changed:
             home = self.core.home(shard)
             return slot_of(home.header, home.region)
@@ -251,16 +258,17 @@ class AgentService:
             return self.core.ledgers.look(run).inventory(self.info.node)
 
     def table(self, shard: ShardId) -> bytes:
-        """The packed checksum table of a shard of which anything sealed is here."""
+        """The packed checksum table of a shard of which any complete file is here."""
         with self._changed:
             return self.core.ledgers.table(shard)
 
     def locate(
         self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
     ) -> tuple[Path, int, int]:
-        """File, offset and length of a fragment's payload, also where it is part of a home copy.
+        """File, offset and length of a fragment's payload, alone or within a home copy.
 
-        With ``last``, on disk rather than in memory; with ``early`` also of one that is encoded.
+        ``last`` prefers the disk to memory; ``early`` includes data of a home copy that is being
+        encoded.
         """
         with self._changed:
             where, offset, size_bytes = self.core.ledgers.locate(
@@ -275,16 +283,16 @@ class AgentService:
         return where.path, offset, size_bytes
 
     def trace(self, run: str) -> Trace:
-        """Where time went, here and in the node's ranks."""
-        return Trace(self.info.node, self._ranks_tracer.of(run), self._tracer.of(run))
+        """The spans of this agent and of the ranks of its node."""
+        return Trace(self.info.node, self._ranks_tracer.spans_of(run), self._tracer.spans_of(run))
 
     def spans(self, message: Spans) -> Done:
-        """Keep what a rank of this node tells."""
-        self._ranks_tracer.add(message.spans)
+        """Keep the spans of a rank of this node."""
+        self._ranks_tracer.add_spans(message.spans)
         return Done()
 
     def status(self) -> dict[str, Any]:
-        """What people and tools want to know, as plain JSON values."""
+        """The status for people and tools, as plain JSON values."""
         with self._changed:
             runs = self.core.ledgers.runs()
             problem = self.core.ledgers.rejected.get(UNREADABLE_DISK, "")
@@ -301,10 +309,10 @@ class AgentService:
         inventory = self.inventory(run)
         homes = inventory.headers.indices.count(HOME)
         with self._changed:
-            storing = self.core.storekeeper.stored(run)
-            watched = self.core.guardian.watched(run)
-            ledger = self.core.ledgers.look(run)
-            damaged = {ledger.files[key].path.name: why for key, why in ledger.damaged.items()}
+            storing = self.core.archiver.stored(run)
+            guard = self.core.repairer.guard_status(run)
+            record = self.core.ledgers.look(run)
+            damaged = {record.files[key].path.name: why for key, why in record.damaged.items()}
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
@@ -313,8 +321,8 @@ class AgentService:
             "generations": sorted(
                 {str(header.shard.generation) for header in inventory.headers.shards}
             ),
-            "guard": _guard_status(watched) if watched else None,
-            "used_bytes": self.shelf.tier.used_bytes(run),
+            "guard": _guard_fields(guard) if guard else None,
+            "used_bytes": self.region_store.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],
             "disk_files": len(inventory.disk),
             "disk_bytes": sum(header.file_bytes for header in inventory.disk),
@@ -325,22 +333,22 @@ class AgentService:
         }
 
 
-def _guard_status(watched: Watched) -> dict[str, Any]:
+def _guard_fields(guard: GuardStatus) -> dict[str, Any]:
     return {
-        "generation": str(watched.generation),
-        "margin": watched.margin,
-        "missing": watched.missing,
-        "lost": list(watched.lost),
-        "repairing": str(watched.repairing or ""),
-        "repaired": watched.repaired,
-        "problem": watched.problem,
+        "generation": str(guard.generation),
+        "margin": guard.margin,
+        "missing": guard.missing,
+        "lost": list(guard.lost),
+        "repairing": str(guard.repairing or ""),
+        "repaired": guard.repaired,
+        "problem": guard.problem,
     }
 
 
 def _instance(root: Path, node: str) -> str:
-    """The id of this node's memory: drawn once, and gone when the memory is.
+    """The id of this node's memory: drawn when the folder is empty, and lost with the memory.
 
-    Raises ``AgentMismatch`` if the folder is another node's: its peers know it by that name.
+    Raises ``AgentMismatch`` if the folder is another node's, because peers know it by that name.
     """
     path = root / "instance"
     if not path.exists():

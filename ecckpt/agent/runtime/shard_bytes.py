@@ -1,4 +1,7 @@
-"""The bytes of a shard in its regions: encode, prove, rebuild, seal. No files, no network."""
+"""The bytes of a shard in its regions: encode, verify, seal. No files, no network.
+
+Used by the driver and its helpers, and by simulations with the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.gather_plan import Gathering
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.coding.reed_solomon import Codec
-from ecckpt.errors import CorruptFragment
-from ecckpt.format.block_ranges import span_of
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
-from ecckpt.memory.buffers import COPY_THREADS
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
 
 def data_views(header: Header, region: Region) -> list[memoryview]:
-    """The k data fragments within a home copy, as views of its region."""
+    """The k data fragments of a home copy, as views of its region."""
     return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.k)
 
 
 def parity_views(header: Header, region: Region | None) -> list[memoryview]:
-    """The m parity fragments within a parity region, as views of it."""
+    """The m parity fragments in a parity region, as views of it; none without a region."""
     if region is None:
         return []
     return _pieces(region.view[SUPERBLOCK_BYTES:], header.fragment_bytes, header.m)
 
 
 def fragment_view(header: Header, region: Region) -> memoryview:
-    """The one fragment in a region of its own."""
+    """The fragment in a region of its own."""
     return region.view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.fragment_bytes]
 
 
@@ -43,7 +42,11 @@ def encode_home(header: Header, home: Region, parity: Region | None) -> np.ndarr
 
 
 def seal(entry: Entry) -> None:
-    """Complete a file: table and end mark first, superblock last."""
+    """Complete a file: table and end mark first, superblock last.
+
+    If the process is killed in between, the superblock is still void, and the next agent does not
+    take the file for a complete one.
+    """
     header, view, table = entry.header, entry.region.view, entry.table
     assert table is not None
     trailer = pack_table(table)
@@ -52,7 +55,7 @@ def seal(entry: Entry) -> None:
 
 
 def sums_of(header: Header, view: memoryview) -> np.ndarray:
-    """The CRC32C of whole blocks of a fragment, uint32 (rows,): the first of them begins it."""
+    """The CRC32C of each block of a fragment, uint32 (rows,). ``view`` begins with a block."""
     table = Codec(header.k, header.m).rebuild({0: view}, {}, header.block_bytes)
     return np.asarray(table[0])
 
@@ -62,31 +65,11 @@ def bad_blocks(
 ) -> list[tuple[int, int]]:
     """(index, row) of the blocks that fail their CRC32C.
 
-    ``view`` is the whole fragment, or only those ``rows`` of it, counted from the first of them.
+    ``view`` is the whole fragment, or only these ``rows`` of it; rows are counted from the first of
+    them.
     """
     sums = table if rows is None else table[:, rows]
     return Codec(header.k, header.m).verify({index: view}, sums, header.block_bytes)
-
-
-def rebuild(gathering: Gathering, views: list[memoryview], table: np.ndarray) -> int:
-    """Compute every data block that is not proven; returns how many fragments that touched.
-
-    ``views`` are the n fragments in place. Raises ``CorruptFragment`` if a block is not right.
-    """
-    header = gathering.header
-    touched: set[int] = set()
-    for rows, missing, present in gathering.lost():
-        span = span_of(header, rows)
-        sums = Codec(header.k, header.m).rebuild(
-            {index: views[index][span] for index in present},
-            {index: views[index][span] for index in missing},
-            header.block_bytes,
-            threads=COPY_THREADS,
-        )
-        if not np.array_equal(sums[missing], table[missing, rows]):
-            raise CorruptFragment(f"{header.shard}: rebuilt blocks fail their CRC32C")
-        touched.update(missing)
-    return len(touched)
 
 
 def _pieces(view: memoryview, piece_bytes: int, count: int) -> list[memoryview]:

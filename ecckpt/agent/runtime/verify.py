@@ -1,4 +1,7 @@
-"""Proving the files of this node, block by block: in memory and on disk."""
+"""Verification of this node's files, block by block, in memory and on disk.
+
+Used for ``verify`` requests (service.py) and for scrubbing (driver.py).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Blocks = list[tuple[int, int]]
 
 
 def check_entry(entry: Entry, pace: Pace) -> Blocks:
-    """(index, row) of the blocks in memory that fail their CRC32C; the entry is pinned."""
+    """(index, row) of the blocks of a pinned entry that fail their CRC32C."""
     assert entry.table is not None
     bad: Blocks = []
     for index, rows, offset, length in windows(entry.header, _WINDOW_BYTES):
@@ -36,7 +39,7 @@ def check_entry(entry: Entry, pace: Pace) -> Blocks:
 def check_file(file: DiskFile, pace: Pace) -> Blocks:
     """(index, row) of the blocks on disk that fail their CRC32C.
 
-    Raises ``CorruptFragment`` if what stands around them is not what it was, ``OSError`` if it
+    Raises ``CorruptFragment`` if the superblock or the table has changed, ``OSError`` if the file
     cannot be read.
     """
     header, bad = file.header, Blocks()
@@ -46,7 +49,7 @@ def check_file(file: DiskFile, pace: Pace) -> Blocks:
         trailer = os.pread(descriptor, header.trailer_bytes, header.trailer_offset)
         name = file.path.name
         if parse_superblock(superblock, name) != header or trailer != pack_table(file.table):
-            raise CorruptFragment(f"{name}: superblock or table is another one than it was")
+            raise CorruptFragment(f"{name}: superblock or table has changed since it was written")
         buffer = memoryview(bytearray(min(_WINDOW_BYTES + header.block_bytes, header.file_bytes)))
         for index, rows, offset, length in windows(header, _WINDOW_BYTES):
             view = buffer[:length]
@@ -62,7 +65,7 @@ def check_file(file: DiskFile, pace: Pace) -> Blocks:
 
 
 def verdict_on(file: DiskFile, pace: Pace) -> str:
-    """What is wrong with a file on disk; empty if nothing is, or it has been removed."""
+    """What is wrong with a file on disk; empty if nothing is, or the file has been removed."""
     try:
         bad = check_file(file, pace)
     except FileNotFoundError:
@@ -77,7 +80,10 @@ def _block_count(header: Header) -> int:
 
 
 def windows(header: Header, window_bytes: int) -> Iterator[tuple[int, slice, int, int]]:
-    """Fragment, rows, and where these lie within the payload, in order, a block at least."""
+    """Fragment, rows, offset in the payload and length of each window of a file, in order.
+
+    A window has about ``window_bytes``, and at least one block.
+    """
     step = max(1, window_bytes // header.block_bytes)
     for place, index in enumerate(range(header.k) if header.index == HOME else [header.index]):
         for first in range(0, header.rows, step):

@@ -1,1 +1,1 @@
-"""Places that keep bytes: regions of memory and files on disk."""
+"""Where an agent keeps bytes: regions of memory in tmpfs, and files on disk."""

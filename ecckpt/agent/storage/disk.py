@@ -1,8 +1,15 @@
-"""The disk tier: complete files of docs/FORMAT.md under a folder, or nothing.
+"""The disk tier: complete files of docs/FORMAT.md under a folder, or none.
 
-A file is written under a temporary name, flushed, renamed, and its folder flushed: whatever stops
-that at any point, a file that has its name is whole, and only then is it reported. Files are never
-modified. Names say what is inside, for people; what counts is the superblock.
+How a file is written; a crash or a loss of power may come between any two steps:
+
+    draft created and allocated          left over: removed at the next start
+      |  superblock, payload, table      data flushed every _FLUSH_BYTES
+      |  flush the file                  all bytes are on disk, under a name that does not count
+      |  rename to the final name        the file is whole if it has this name
+      v  flush the folder                the name survives a loss of power: only now it is reported
+
+Files are never modified. Names are for people; only the superblock says what a file is. Used by
+runtime/disk_store.py, and by simulations over a simulated file system.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from ecckpt.memory.buffers import Buffer
 
 _SUFFIX = ".ecckpt"
 _DRAFT_SUFFIX = ".draft"
-# Flushed this often, so that no burst of dirty pages holds up the rest of the machine at the end.
+# Flushed this often: one flush of everything at the end would block other writers of the machine.
 _FLUSH_BYTES = 64 << 20
 
 FILES = FileSystem()
@@ -49,15 +56,15 @@ class DiskFile:
 
     @property
     def size_bytes(self) -> int:
-        """What it counts for in its run's budget."""
+        """What the file counts for in its run's budget."""
         return self.header.file_bytes
 
 
 class DiskTier:
     """All files of one agent on disk, by run.
 
-    ``write`` and ``discard`` are for one thread; looking is for any. Every method may raise
-    ``OSError``: the disk may be gone at any time.
+    Only one thread calls ``write`` and ``discard``; any thread may call the others. Every method
+    may raise ``OSError``, because a disk may fail at any time.
     """
 
     def __init__(self, folder: Path, *, node: str, volume: Volume = FILES) -> None:
@@ -67,11 +74,11 @@ class DiskTier:
         volume.make_folder(self.folder)
         self._lock = threading.Lock()
         self._used_bytes: dict[str, int] = defaultdict(int)
-        for draft in volume.found(self.folder, _DRAFT_SUFFIX):  # nobody else writes here: left over
+        for draft in volume.found(self.folder, _DRAFT_SUFFIX):  # from an earlier agent
             volume.remove(draft)
 
     def default_budget_bytes(self) -> int:
-        """Half of the file system: what a run may use unless told otherwise."""
+        """Half of the file system: what a run may use unless it says otherwise."""
         return self._volume.room(self.folder)[0] // 2
 
     def used_bytes(self, run: str) -> int:
@@ -80,7 +87,7 @@ class DiskTier:
             return self._used_bytes[run]
 
     def check_room(self, header: Header, *, budget_bytes: int) -> None:
-        """Raise ``DiskBudgetTooSmall`` or ``DiskFull`` if a file has no room."""
+        """Raise ``DiskBudgetTooSmall`` or ``DiskFull`` if there is no room for a file."""
         run, what = header.shard.run, f"{_piece(header)} of {header.shard}"
         need_bytes = self.used_bytes(run) + header.file_bytes
         if need_bytes > budget_bytes:
@@ -96,17 +103,17 @@ class DiskTier:
     ) -> DiskFile:
         """Write a file; on return it survives a loss of power.
 
-        ``payload`` yields the payload's bytes in pieces, each used before the next is asked for;
-        what it raises goes through. Raises ``DiskBudgetTooSmall`` or ``DiskFull`` before anything
-        is written where that can be known, and any other ``OSError`` of the disk. After an error
-        nothing of the file is there.
+        ``payload`` yields the payload in pieces, each written before the next is asked for; an
+        error that it raises passes through. Raises ``DiskBudgetTooSmall`` or ``DiskFull``, before
+        anything is written if that can be known, and any other ``OSError`` of the disk. After an
+        error the file is not there.
         """
         self.check_room(header, budget_bytes=budget_bytes)
         path = self.folder / _name(header)
         draft = self.folder / f"{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
         try:
             self._write_draft(draft, header, payload, table)
-            replaced = self._volume.is_file(path)
+            replaced = self._volume.is_file(path)  # then its bytes are counted already
             self._volume.rename(draft, path)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -121,25 +128,27 @@ class DiskTier:
             self._volume.flush_names(self.folder)
         except OSError:
             with contextlib.suppress(OSError):
-                self.discard(file)  # it may be gone after a loss of power: so it is not there
+                # Its name may not survive a loss of power, so it must not count as stored.
+                self.discard(file)
             raise
         return file
 
     def found(self) -> Iterator[Path]:
-        """Files that lie in the tier's folder, known or not."""
+        """Files in the tier's folder, whether this process knows them or not."""
         return iter(self._volume.found(self.folder, _SUFFIX))
 
     def adopt(self, path: Path) -> DiskFile:
-        """A file that is there, by its content; payload unread.
+        """Take over a file that is there. Its payload is not read.
 
-        Raises ``CorruptFragment`` or ``VersionMismatch`` if it is not a complete file of ours.
+        Raises ``CorruptFragment`` or ``VersionMismatch`` if it is not a complete file of this
+        format.
         """
         volume = self._volume
         header = parse_superblock(volume.read(path, 0, SUPERBLOCK_BYTES), path.name)
         if header is None:
-            raise CorruptFragment(f"{path.name}: begins like no file of ours")
+            raise CorruptFragment(f"{path.name}: does not begin like an ecckpt file")
         size_bytes = volume.size_bytes(path)
-        if size_bytes != header.file_bytes:  # before believing its numbers
+        if size_bytes != header.file_bytes:  # before trusting its sizes
             raise CorruptFragment(f"{path.name}: {size_bytes} bytes, {header.file_bytes} expected")
         trailer = volume.read(path, header.trailer_offset, header.trailer_bytes)
         found = DiskFile(path, header, parse_table(trailer, header, path.name))
@@ -147,7 +156,7 @@ class DiskTier:
         return found
 
     def discard(self, file: DiskFile) -> None:
-        """Remove a file. That it is gone may be forgotten by a loss of power."""
+        """Remove a file. A loss of power may undo that."""
         self._volume.remove(file.path)
         self._count(file, -1)
 
@@ -180,7 +189,7 @@ class DiskTier:
 
 
 def write_small(path: Path, content: bytes, volume: Volume = FILES) -> None:
-    """Replace a small file as a whole; on return it survives a loss of power."""
+    """Replace a small file as a whole; on return the new content survives a loss of power."""
     draft = path.with_name(f"{path.name}{_DRAFT_SUFFIX}")
     with volume.draft(draft) as file:
         file.write(content)

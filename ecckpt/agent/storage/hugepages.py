@@ -1,9 +1,9 @@
-"""Huge pages for regions that were made without, in the background.
+"""Huge pages for regions that were made without, gathered in the background.
 
-A region is made of huge pages where the kernel has them to give. Where it had none at the moment,
-or an earlier agent left the region, gathering its pages pays, for it is recycled for as long as the
-run lasts: coding and copying get faster, and a restarted process maps it in no time. Whoever
-touches a page that is being moved waits a few milliseconds.
+A region is made of huge pages if the kernel has free ones. If it had none at that moment, or if an
+earlier agent left the region, its pages are gathered later. That pays off, because a region is
+recycled as long as the run lasts: coding and copying get faster, and a restarted process maps it at
+once. A process that touches a page while it is moved waits a few milliseconds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from ecckpt.agent import deadlines
 from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-# The first save into a region is over by then, and its fragments are on their way.
-_CALM_S = 2.0
-# Time asleep for each second of work: training goes on around this.
+# Seconds asleep for each second of work, because training needs the memory too.
 _REST = 1.0
 _NICE = 19
 
@@ -37,19 +36,22 @@ class HugePages:
         self._thread: threading.Thread | None = None
 
     def want(self, region: Region) -> None:
-        """Have the region on huge pages before long. It may go away or be recycled meanwhile."""
+        """Have the region gathered soon. It may be freed or recycled meanwhile."""
         if region.size_bytes < HUGE_PAGE_BYTES:
             return
-        self._new.put((time.monotonic() + _CALM_S, weakref.ref(region)))
+        self._new.put((time.monotonic() + deadlines.HUGE_PAGES_DELAY_S, weakref.ref(region)))
         with self._moving:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="hugepages", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no memory for a thread: small pages do
+                with contextlib.suppress(RuntimeError):  # no memory for a thread: pages stay small
                     thread.start()
                     self._thread = thread
 
     def let_go(self) -> None:
-        """Wait until no region is kept mapped from here: a few milliseconds."""
+        """Return when this thread refers to no region: within a few milliseconds.
+
+        A region is unmapped, and its memory free, only when the last reference to it is gone.
+        """
         with self._moving:
             pass
 
@@ -63,7 +65,7 @@ class HugePages:
                 start += HUGE_PAGE_BYTES
 
     def _move(self, reference: weakref.ref[Region], start: int) -> bool:
-        """Gather one huge page; False at the end, or if there is nothing to be gained."""
+        """Gather one huge page; False at the end of the region, or if nothing can be gained."""
         with self._moving:
             region = reference()
             if region is None or start + HUGE_PAGE_BYTES > region.size_bytes:

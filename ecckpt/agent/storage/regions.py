@@ -1,8 +1,14 @@
-"""The memory tier: files in tmpfs, reserved up front, faulted in once, recycled for ever.
+"""The memory tier: files in tmpfs, allocated up front, faulted in once, then recycled.
 
-A *region* is one file under ``<root>/regions``; its name never changes, what it is follows from
-its own superblock. Fresh pages cost several times a copy, so a region that is given up is kept
-for the next taker instead of being freed.
+A *region* is one file under ``<root>/regions``. Its name never changes; its superblock says what it
+holds now. Fresh pages cost several times a copy, so a region that is given up is kept spare for the
+next allocation instead of being freed.
+
+    allocate --> in use --recycle: superblock void--> spare --allocate--> in use, with a new ``use``
+                   |                                    |
+                   +-- discard: unlinked                +-- release, or room needed: unlinked
+
+Used by runtime/region_store.py.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from ecckpt.agent.storage.budget import Accounts
@@ -26,32 +32,35 @@ from ecckpt.memory.mapping import begin_huge, fault_in, map_file
 
 _ZEROS = bytes(1 << 20)
 _USE_BITS = 62
-# The sticky bit means nothing for a file: it is what tells the next agent, and changes no access.
+# The sticky bit has no effect on a regular file. It tells the next agent that a region is assigned.
 _ASSIGNED_MODE = stat.S_IRUSR | stat.S_IWUSR | stat.S_ISVTX
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Region:
-    """One file of the tier, mapped for as long as the object lives.
+    """One file of the tier, mapped as long as the object lives.
 
-    ``use`` is another number each time that somebody takes it, in any process. One that is
-    ``assigned`` is what somebody's tensors lie in: nobody writes to it, and it is never recycled.
+    ``use`` is drawn anew each time that the region is allocated, also by later processes: a trainer
+    that has mapped the region compares it to learn whether the content is still the one it knew.
+    The tensors of some process lie in an ``assigned`` region: it is never written to again, and
+    never recycled.
     """
 
     path: Path
     size_bytes: int
     view: memoryview = field(repr=False)
+    _: KW_ONLY
     use: int = 0
     assigned: bool = False
 
     @property
     def name(self) -> str:
-        """The region's name for life."""
+        """The name of the region, which never changes."""
         return self.path.stem
 
 
 class MemoryTier:
-    """All regions of one agent, by run, within budgets (accounts.py). Thread-safe."""
+    """All regions of one agent, by run, within budgets (budget.py). Thread-safe."""
 
     def __init__(self, root: Path, *, node: str) -> None:
         self._folder = root / "regions"
@@ -59,11 +68,11 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._accounts: Accounts[Region] = Accounts(node)
         self._huge_pages = HugePages()
-        # What an earlier agent has counted is not known: it began somewhere else.
+        # Starts at a random number, so that it repeats no ``use`` that an earlier agent gave out.
         self._uses = itertools.count(secrets.randbits(_USE_BITS))
 
     def default_budget_bytes(self) -> int:
-        """Half of the tmpfs: what a run may use unless told otherwise."""
+        """Half of the tmpfs: what a run may use unless it says otherwise."""
         size = os.statvfs(self._folder)
         return size.f_frsize * size.f_blocks // 2
 
@@ -73,11 +82,11 @@ class MemoryTier:
             return self._accounts.used_bytes(run)
 
     def allocate(self, run: str, size_bytes: int, *, budget_bytes: int, what: str) -> Region:
-        """A region of at least that size whose superblock is void; its other bytes are garbage.
+        """A region of at least that size, its superblock void and its other bytes undefined.
 
-        Takes a spare region that fits, else makes one, giving spare ones back to the system where
-        the budget asks for it. Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``NotMapped``;
-        the tier is then as before.
+        Takes a spare region that fits, or creates one and frees spare ones where the budget
+        requires it. Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``NotMapped``; the tier is
+        then as before.
         """
         size_bytes = whole_pages(size_bytes)
         with self._lock:
@@ -96,7 +105,7 @@ class MemoryTier:
         return region
 
     def take_spare(self, run: str, size_bytes: int) -> Region | None:
-        """As ``allocate``, but only a region that is spare; None if none fits."""
+        """As ``allocate``, but only a spare region; None if none fits."""
         with self._lock:
             region = self._accounts.take(run, whole_pages(size_bytes))
             if region is not None:
@@ -104,20 +113,20 @@ class MemoryTier:
             return region
 
     def recycle(self, run: str, region: Region) -> None:
-        """Give a region up for the next taker. Nobody may write to it any more, or read it."""
+        """Make a region spare. The caller guarantees that no process reads or writes it."""
         assert not region.assigned, region
-        void(region)
+        void(region)  # before it is spare: it may be allocated again at once
         with self._lock:
             self._accounts.keep(run, region)
 
     def discard(self, run: str, region: Region) -> None:
-        """Give a region up for good: somebody may still have it mapped."""
+        """Unlink a region: another process may still have it mapped."""
         region.path.unlink(missing_ok=True)
         with self._lock:
             self._accounts.release(run, region.size_bytes)
 
     def assign(self, region: Region) -> None:
-        """Have a region in use ``assigned``, and whoever adopts it know that."""
+        """Mark a region in use as assigned, in its file too, for an agent that adopts it."""
         region.path.chmod(_ASSIGNED_MODE)
         region.assigned = True
 
@@ -129,7 +138,7 @@ class MemoryTier:
             region.path.unlink(missing_ok=True)
 
     def found(self) -> Iterator[Path]:
-        """Region files that lie in the tier's folder, known or not."""
+        """Region files in the tier's folder, whether this process knows them or not."""
         return iter(sorted(self._folder.glob("*.region")))
 
     def adopt(self, run: str, path: Path) -> Region:
@@ -144,12 +153,12 @@ class MemoryTier:
         return region
 
     def _make_room(self, run: str, size_bytes: int, budget_bytes: int, what: str) -> None:
-        """Count a new region in. What is freed for it is unmapped, and so free, on return."""
+        """Count a new region in. Spare regions freed for it are unmapped on return."""
         for freed in self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=what):
             freed.path.unlink(missing_ok=True)
 
     def _create_at_any_price(self, size_bytes: int) -> Region:
-        """A new region; where memory is full of spare ones, of any run, they go first."""
+        """A new region. If memory is full, the spare regions of all runs are freed first."""
         try:
             return self._create(size_bytes)
         except (TmpfsFull, NotMapped):
@@ -158,7 +167,7 @@ class MemoryTier:
             return self._create(size_bytes)
 
     def _drop_spares(self) -> int:
-        """Give all spare regions back; returns how many. Unmapped, and so free, on return."""
+        """Free all spare regions and return their number. They are unmapped on return."""
         with self._lock:
             spares = self._accounts.spares()
         count = len(spares)
@@ -182,12 +191,13 @@ class MemoryTier:
         try:
             os.ftruncate(descriptor, size_bytes)
             region = Region(path, size_bytes, map_file(descriptor, size_bytes))
+            # Before all pages are allocated: huge pages are made out of an empty file.
             huge = begin_huge(descriptor, region.view)
-            # Past the tmpfs limit the first touch of a page that is not there would be a SIGBUS.
+            # Without this, the first touch of a page beyond the tmpfs limit would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
-            os.ftruncate(descriptor, 0)  # room now, however long the mapping may be referred to
-            path.unlink()  # nobody would find it before the next start
+            os.ftruncate(descriptor, 0)  # frees the room even while the mapping exists
+            path.unlink()  # else it would stay until the next start of the agent
             if error.errno != errno.ENOSPC:
                 raise
             raise TmpfsFull(
@@ -202,12 +212,12 @@ class MemoryTier:
 
 
 def whole_pages(size_bytes: int) -> int:
-    """What a region of that many bytes occupies."""
+    """Bytes that a region of that size occupies."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def void(region: Region) -> None:
-    """Make the region anonymous: no reader takes it for what it was."""
+    """Clear the superblock: no reader takes the region for what it held before."""
     region.view[:SUPERBLOCK_BYTES] = bytes(SUPERBLOCK_BYTES)
 
 
@@ -219,7 +229,7 @@ def _map(path: Path, size_bytes: int) -> Region:
 def _fault_in(region: Region) -> None:
     try:
         fault_in(region.view)
-    except OSError:  # before Linux 5.14: writing does the same, slower
+    except OSError:  # before Linux 5.14: writing zeros does the same, slower
         for start in range(0, region.size_bytes, len(_ZEROS)):
             stop = min(start + len(_ZEROS), region.size_bytes)
             region.view[start:stop] = _ZEROS[: stop - start]

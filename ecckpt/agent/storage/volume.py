@@ -1,7 +1,7 @@
-"""What the disk tier asks of a file system: the steps that a loss of power may come between.
+"""The operations of a file system that the disk tier uses, one for each step of a write.
 
-They stand behind one type so that the simulator can put a made-up disk under the real tier, and
-tear it between any two of them. Everything here may raise ``OSError``.
+A loss of power may come between any two of them. They stand behind a type so that the simulator can
+run the real tier on a simulated disk and lose power anywhere. All may raise ``OSError``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ecckpt.memory.buffers import Buffer
 
 
 class Draft(Protocol):
-    """A file that is being written; leaving its context closes it."""
+    """A file that is being written. Leaving its context closes it."""
 
     def __enter__(self) -> Self: ...
 
@@ -27,47 +27,47 @@ class Draft(Protocol):
     ) -> None: ...
 
     def write(self, data: Buffer) -> None:
-        """Write all of it behind what was written before."""
+        """Append all of these bytes."""
 
     def flush_data(self) -> None:
-        """On return what was written so far survives a loss of power, if the file does."""
+        """On return, all bytes written so far survive a loss of power, if the file does."""
 
     def flush(self) -> None:
-        """On return the whole file does, by whatever name survives."""
+        """On return, the whole file survives a loss of power, under whichever name survives."""
 
 
 class Volume(Protocol):
     """A file system."""
 
     def make_folder(self, folder: Path) -> None:
-        """Make it with those above it, for this user alone, unless it is there."""
+        """Make the folder and its parents, accessible to this user alone, if it is not there."""
 
     def found(self, folder: Path, suffix: str) -> list[Path]:
-        """What lies there under names that end so, in order."""
+        """The paths in the folder whose names end with the suffix, sorted."""
 
     def is_file(self, path: Path) -> bool:
-        """Whether it is there, and a regular file."""
+        """Whether the path is there and a regular file."""
 
     def size_bytes(self, path: Path) -> int:
-        """Its length."""
+        """The length of a file."""
 
     def read(self, path: Path, offset: int, size_bytes: int) -> bytes:
-        """Some of it; less where it ends."""
+        """Bytes of a file from ``offset``; fewer at its end."""
 
     def draft(self, path: Path, size_bytes: int = 0) -> Draft:
-        """Begin a file in place of what has the name, with room for so much or an error."""
+        """Create a file, or empty an existing one. Allocates ``size_bytes`` or raises."""
 
     def rename(self, path: Path, target: Path) -> None:
-        """Give it that name, in place of what has it."""
+        """Rename a file, replacing a file of the new name."""
 
     def remove(self, path: Path) -> None:
-        """Remove it; nothing if it is not there."""
+        """Remove a file, if it is there."""
 
     def flush_names(self, folder: Path) -> None:
-        """On return the names in it survive a loss of power."""
+        """On return, the names in the folder survive a loss of power."""
 
     def room(self, folder: Path) -> tuple[int, int]:
-        """Bytes of it all, and those that are free."""
+        """Bytes of the whole file system, and those that are free."""
 
 
 class _FileDraft:
@@ -75,7 +75,7 @@ class _FileDraft:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
         try:
-            if size_bytes:  # all of it, or none is written
+            if size_bytes:  # a disk without room fails here, before anything is written
                 os.posix_fallocate(self._descriptor, 0, size_bytes)
         except BaseException:
             os.close(self._descriptor)
@@ -94,7 +94,7 @@ class _FileDraft:
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        while view:  # a disk near its limit, or a file-size limit, writes less than asked
+        while view:  # near the limit of a disk or a file size, ``write`` writes less than asked
             view = view[os.write(self._descriptor, view) :]
 
     def flush_data(self) -> None:
@@ -102,12 +102,12 @@ class _FileDraft:
 
     def flush(self) -> None:
         os.fsync(self._descriptor)
-        # What was written is not read soon; the page cache is for others.
+        # The file is not read soon: leave the page cache to others.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class FileSystem:
-    """The operating system's."""
+    """The file system of the operating system."""
 
     def make_folder(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

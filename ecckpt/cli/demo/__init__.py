@@ -1,1 +1,5 @@
-"""The demo: a small GPT that loses half of its nodes and trains on."""
+"""``ecckpt demo``: a small GPT loses half of its nodes and continues bit-identically.
+
+``show.py`` runs the demo, ``launch.py`` starts trainings, and ``train.py`` is the training program,
+with ``model.py`` and ``corpus.py``.
+"""

@@ -1,4 +1,4 @@
-"""Text to train on that every machine already has: the source of Python's standard library."""
+"""The demo's training data: the source of Python's standard library, which each machine has."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 VOCABULARY = 256  # a token is a byte
 CORPUS_BYTES = 2 << 20
-SEED_STRIDE = 1_000_003  # keeps the seeds of all ranks of neighbouring runs apart
+SEED_STRIDE = 1_000_003  # more than any number of ranks: seeds of two runs never coincide
 
 
 def corpus(folder: Path | None = None, *, limit_bytes: int = CORPUS_BYTES) -> torch.Tensor:
-    """Tokens of the ``*.py`` files directly in `folder` (default: the standard library).
+    """Return the bytes of the ``*.py`` files directly in ``folder`` as a uint8 tensor.
 
-    Files are joined in the order of their names, up to `limit_bytes`; unreadable ones are left
-    out. The result is a uint8 tensor, the same at every call on the same Python.
+    The default folder is the standard library. Files are joined in the order of their names, up to
+    ``limit_bytes``; unreadable files are skipped. The result is the same for each call with the
+    same Python. Raises ``FileNotFoundError`` if there is no readable file.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -29,16 +30,16 @@ def corpus(folder: Path | None = None, *, limit_bytes: int = CORPUS_BYTES) -> to
         if len(text) >= limit_bytes:
             break
     if not text:
-        raise FileNotFoundError(f"no readable *.py file in {folder}: the demo has nothing to learn")
+        raise FileNotFoundError(f"no readable *.py file in {folder} to train on")
     del text[limit_bytes:]
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
 class Batches:
-    """Endless random windows of a token stream, different on every rank.
+    """Endless random windows of a token stream, different on each rank.
 
-    The position in the stream of batches is the state of a generator of its own, so that loading
-    a state dict continues with exactly the batch that would have come next.
+    Its own random generator draws the windows, and the generator's state is the position. After
+    ``load_state_dict`` the next batch is the one that would have followed.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class Batches:
 
     @property
     def drawn(self) -> int:
-        """Batches drawn so far, those before a resume included."""
+        """Number of batches drawn so far, those before a resume included."""
         return self._drawn
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (the inputs one token later): int64, each [batch, context]."""
+        """Return inputs and targets (the inputs one token later): int64, each [batch, context]."""
         limit = len(self._tokens) - len(self._offsets) + 1
         starts = torch.randint(limit, (self._batch, 1), generator=self._generator)
         windows = self._tokens[starts + self._offsets].long()
@@ -66,10 +67,10 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the generator's state and the number of batches drawn."""
+        """Return the position: the generator's state and the number of batches drawn."""
         return {"generator": self._generator.get_state(), "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that was drawn last when `state` was taken."""
+        """Continue after the last batch that was drawn before ``state`` was taken."""
         self._generator.set_state(state["generator"])
         self._drawn = state["drawn"]

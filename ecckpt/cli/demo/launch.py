@@ -1,4 +1,4 @@
-"""Starting, following and killing a training under torchrun."""
+"""``Launch``: starts, follows and kills a training under torchrun; ``show.py`` uses it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from ecckpt.testing.local_cluster import await_end, children
 
 Event = dict[str, Any]
 
-_POLL_S = 0.05
-_LOG_LINES = 15
+_POLL_S = 0.05  # workers report by appending to files, which are polled
+_LOG_LINES = 15  # of the log in an error message
 
 
 class TrainingFailed(EcckptError):
-    """The training ended by itself, with an error."""
+    """The training ended with an error, or did not end in time."""
 
 
 class Launch:
-    """One training: torchrun with one worker per rank, each a session of its own."""
+    """One training: torchrun with one worker per rank.
+
+    torchrun makes each worker the leader of its own session. Workers append events to
+    ``FOLDER/NAME.events.RANK`` and write results to ``FOLDER/NAME.result.RANK``.
+    """
 
     def __init__(self, folder: Path, name: str, *, ranks: int, arguments: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True)
@@ -39,7 +43,8 @@ class Launch:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={ranks}", "-m", "ecckpt.cli.demo.train", *arguments]
         command += ["--events", str(self._events), "--result", str(self._result)]
-        # Each worker gets one core's worth of threads; the store is new for every start.
+        # One thread per worker, as the ranks share the machine's cores. Without the second setting,
+        # torch would reuse the rendezvous store of a training that was killed.
         settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -54,12 +59,14 @@ class Launch:
     def follow(
         self, seen: Callable[[Event], None], *, until: Callable[[], bool], timeout_s: float
     ) -> None:
-        """Hand every event to ``seen``, in order per rank, until ``until()`` or the end.
+        """Call ``seen`` for each event, in order per rank, until ``until()`` is true or the end.
 
-        Raises ``TrainingFailed`` with the end of the log if the training fails or takes too long.
+        Raises ``TrainingFailed`` with the end of the log if the training fails or takes longer than
+        ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
         while not until():
+            # Poll first: events that precede the end are then read before it is reported.
             ended = self._process.poll()
             for event in self._new_events():
                 seen(event)
@@ -71,8 +78,8 @@ class Launch:
             time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """SIGKILL torchrun and every worker, and wait until they are gone."""
-        # Stopped first, so that no worker is started between looking and killing.
+        """SIGKILL torchrun and all workers, and wait until they have ended."""
+        # Stop torchrun first, so that it starts no worker after its children were listed.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGSTOP)
         workers = children(self._process.pid)
@@ -83,7 +90,7 @@ class Launch:
         await_end(workers)
 
     def results(self) -> list[Any]:
-        """What each rank left at its end: losses and digests, exact."""
+        """Return the result of each rank: losses and digests of the final state."""
         return [
             json.loads(Path(f"{self._result}.{rank}").read_text()) for rank in range(self._ranks)
         ]
@@ -97,9 +104,9 @@ class Launch:
             with path.open("rb") as file:
                 file.seek(self._read[rank])
                 data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read[rank] += len(whole)
-            events += [json.loads(line) for line in whole.splitlines()]
+            complete = data[: data.rfind(b"\n") + 1]  # a line may be only partly written
+            self._read[rank] += len(complete)
+            events += [json.loads(line) for line in complete.splitlines()]
         return events
 
     def _tail(self) -> str:

@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks, causal attention, dropout, and one matrix for bytes in and out."""
+"""The demo's model: a small pre-norm GPT on bytes, with one matrix for embedding and logits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn import functional
 from ecckpt.cli.demo.corpus import VOCABULARY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Size:
-    """The dimensions of a model. The defaults make 1.7 million parameters."""
+    """The dimensions of a model; the defaults give 1.7 million parameters."""
 
     layers: int = 2
     heads: int = 8
@@ -23,12 +23,12 @@ class Size:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and added to the stream."""
+    """Attention and a feed-forward layer, each with a layer norm before and a residual around."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         if size.width % size.heads:
-            raise ValueError(f"width {size.width} is no multiple of {size.heads} heads")
+            raise ValueError(f"width {size.width} is not a multiple of {size.heads} heads")
         self.heads = size.heads
         self.dropout = size.dropout
         self.norm1 = nn.LayerNorm(size.width)
@@ -39,7 +39,7 @@ class TransformerBlock(nn.Module):
         self.shrink = nn.Linear(4 * size.width, size.width)
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] to the same shape."""
+        """Map activations of shape [batch, time, width] to the same shape."""
         stream = stream + self._drop(self._attend(self.norm1(stream)))
         hidden = functional.gelu(self.grow(self.norm2(stream)))
         return stream + self._drop(self.shrink(hidden))
@@ -58,7 +58,7 @@ class TransformerBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Next-byte prediction. The embedding's matrix is used again for the logits."""
+    """A model that predicts the next byte; the embedding matrix also computes the logits."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class Gpt(nn.Module):
         self.apply(_initialise)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats per byte; both arguments int64 [batch, time]."""
+        """Return the mean cross entropy in nats per byte; both arguments: int64 [batch, time]."""
         stream = self.bytes(inputs) + self.places(torch.arange(inputs.shape[1]))
         stream = functional.dropout(stream, self.dropout, self.training)
         for block in self.blocks:
             stream = block(stream)
-        # Using the weight here, instead of a second module that shares it, leaves one name for
-        # one tensor: state dicts have no alias, and FSDP gathers it with the root's parameters.
+        # The weight is used directly, not through a second module that shares it. So the tensor has
+        # one name: state dicts have no alias, and FSDP gathers it with the root's parameters.
         logits = functional.linear(self.norm(stream), self.bytes.weight)
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -1,4 +1,10 @@
-"""The demo: train over several nodes, lose some of them, continue, and compare bit for bit."""
+"""Runs the demo and prints it: train over several nodes, lose some, continue, compare bit for bit.
+
+1. LocalCluster with one agent per node; train until a save is committed and some steps more
+2. kill all ranks, and the agents and memory of ``lose`` nodes
+3. replace the lost nodes by empty ones and train to the end
+4. train the same without interruption and without checkpoints; compare losses and weights
+"""
 
 from __future__ import annotations
 
@@ -22,12 +28,23 @@ from ecckpt.protocol.verbs import INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
 
 _RUN = "demo"
-_TIMEOUT_S = 240.0
+_TIMEOUT_S = 240.0  # of each training; it takes a few seconds, and minutes on a busy machine
 
 
-@dataclass
-class Story:
-    """What happened so far: filled from events, read by the closing table."""
+@dataclass(kw_only=True)
+class DemoReport:
+    """What happened so far: filled from the events of the ranks, read by the closing table.
+
+    Attributes:
+        ranks: number of ranks.
+        started_s: start of the demo, on the monotonic clock.
+        last_step: the newest step that all ranks have done; -1 before the first.
+        done_steps: step -> ranks that have done it, until all have.
+        committed: step -> ranks that know it as committed.
+        stalls_s, copies_s, protected_s, restores_s: durations that ranks have reported.
+        sources: rank -> where its restore came from.
+        losses: step -> rank -> loss in nats per byte.
+    """
 
     ranks: int
     started_s: float = field(default_factory=time.monotonic)
@@ -42,26 +59,26 @@ class Story:
     losses: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
 
     def say(self, text: str) -> None:
-        """One line for the person who watches."""
+        """Print a line with the time since the start."""
         print(f"{time.monotonic() - self.started_s:7.1f} s  {text}", flush=True)
 
-    def see(self, event: Event) -> None:
-        """Take in one event of one rank; tells when all ranks have reached it."""
+    def record(self, event: Event) -> None:
+        """Record one event of one rank, and print it when all ranks have reached it."""
         kind, rank, step = event["event"], event["rank"], event["step"]
-        act = getattr(self, f"_see_{kind}", None)
-        if act is not None:
-            act(rank, step, event)
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is not None:
+            handler(rank, step, event)
 
     def safe_step(self) -> int:
-        """The newest step that all ranks know as committed; -1 if none."""
-        whole = [step for step, ranks in self.committed.items() if len(ranks) == self.ranks]
-        return max(whole, default=-1)
+        """Return the newest step that all ranks know as committed; -1 if there is none."""
+        by_all = [step for step, ranks in self.committed.items() if len(ranks) == self.ranks]
+        return max(by_all, default=-1)
 
-    def _see_start(self, rank: int, step: int, event: Event) -> None:
+    def _on_start(self, rank: int, step: int, event: Event) -> None:
         if rank == 0:
             self.say(f"training processes are up: {event['world']} ranks")
 
-    def _see_step(self, rank: int, step: int, event: Event) -> None:
+    def _on_step(self, rank: int, step: int, event: Event) -> None:
         self.done_steps[step].add(rank)
         self.losses[step][rank] = float.fromhex(event["loss"])
         if len(self.done_steps[step]) == self.ranks:
@@ -70,25 +87,25 @@ class Story:
             self.say(f"step {step:3}  loss {mean:.4f}")
             self.done_steps[step].clear()
 
-    def _see_saved(self, rank: int, step: int, event: Event) -> None:
+    def _on_saved(self, rank: int, step: int, event: Event) -> None:
         self.stalls_s.append(event["stall_s"])
         self.copies_s.append(event["copy_s"])
 
-    def _see_protected(self, rank: int, step: int, event: Event) -> None:
+    def _on_protected(self, rank: int, step: int, event: Event) -> None:
         self.protected_s.append(event["protected_s"])
 
-    def _see_committed(self, rank: int, step: int, event: Event) -> None:
+    def _on_committed(self, rank: int, step: int, event: Event) -> None:
         self.committed[step].add(rank)
         if len(self.committed[step]) == self.ranks:
-            self.say(f"step {step:3}  committed: every shard reached its redundancy")
+            self.say(f"step {step:3}  committed: all shards have their full redundancy")
 
-    def _see_reprotected(self, rank: int, step: int, event: Event) -> None:
-        self.say(f"rank {rank}: {event['held']} lost fragments of step {step} made again")
+    def _on_reprotected(self, rank: int, step: int, event: Event) -> None:
+        self.say(f"rank {rank}: {event['held']} lost fragments of step {step} rebuilt")
 
-    def _see_failed(self, rank: int, step: int, event: Event) -> None:
+    def _on_failed(self, rank: int, step: int, event: Event) -> None:
         self.say(f"rank {rank}: step {step} was not saved: {event['error']}")
 
-    def _see_restored(self, rank: int, step: int, event: Event) -> None:
+    def _on_restored(self, rank: int, step: int, event: Event) -> None:
         how = "its node's own memory"
         if event["source"] == "peers":
             how = f"peers ({event['pulled_bytes']:,} bytes, {event['rebuilt_fragments']} rebuilt)"
@@ -98,67 +115,78 @@ class Story:
 
 
 def run_demo(*, nodes: int, code: str, lose: int, steps: int, as_json: bool) -> int:
-    """Run the demo; returns 0 only if the two trainings ended bit-identical.
+    """Run the demo; return 0 if the two trainings ended bit-identical, else 1.
 
-    Raises ``InvalidCode``, ``TooFewNodes`` or ``InvalidConfig`` for arguments that cannot work.
+    Args:
+        nodes: number of nodes, with one rank each.
+        code: k and m, such as "3+2", or "auto".
+        lose: number of nodes to lose.
+        steps: number of training steps.
+        as_json: print the outcome as a JSON object in the last line.
+
+    Raises:
+        InvalidCode, TooFewNodes, InvalidConfig: the arguments do not fit together.
     """
     parsed = parse_code(code, nodes)
     if not 0 <= lose <= nodes:
         raise InvalidConfig(f"--lose {lose} of {nodes} nodes")
     if not 6 <= steps <= 10_000:
-        raise InvalidConfig(f"--steps {steps}: from 6 to 10,000 make a demo")
-    story = Story(nodes)
-    # Ended from outside, it still takes its agents, processes and files along.
+        raise InvalidConfig(f"--steps {steps}: 6 to 10,000 are allowed")
+    report = DemoReport(ranks=nodes)
+    # By SystemExit, `finally` and `with` blocks run, which end agents and trainings.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="ecckpt-demo-") as folder:
-        outcome = _act(story, Path(folder), nodes=nodes, code=parsed, lose=lose, steps=steps)
-    _table(story, outcome)
+        outcome = _play(report, Path(folder), nodes=nodes, code=parsed, lose=lose, steps=steps)
+    _table(report, outcome)
     if as_json:
         print(json.dumps(outcome))
     return 0 if outcome["bit_identical"] else 1
 
 
-def _act(
-    story: Story, folder: Path, *, nodes: int, code: Code, lose: int, steps: int
+def _play(
+    report: DemoReport, folder: Path, *, nodes: int, code: Code, lose: int, steps: int
 ) -> dict[str, Any]:
     arguments = ["--run-name", _RUN, "--steps", str(steps), "--code", f"{code.k}+{code.m}"]
     every = max(2, steps // 4)
     arguments += ["--save-every", str(every)]
     with LocalCluster(nodes=nodes) as cluster:
-        story.say(f"{nodes} agents, {code}: any {code.m + 1} nodes may be lost")
-        _until_loss(story, folder, cluster, arguments, halfway=steps // 2)
+        report.say(f"{nodes} agents, {code}: any {code.m + 1} nodes may be lost")
+        _train_until_loss(report, folder, cluster, arguments, halfway=steps // 2)
         lost = cluster.nodes[:lose]
         cluster.kill(*lost)
-        story.say(f"lost {', '.join(lost) or 'no node'}: agents and memory gone, all ranks killed")
+        report.say(f"lost {', '.join(lost) or 'no node'}: agents, memory and all ranks killed")
         plan = _survey(cluster)
-        restored = _tell(story, plan)
-        reached = story.last_step
+        restored = _say_what_survived(report, plan)
+        reached = report.last_step
         if restored is None:
-            return _outcome(story, reached, nodes=nodes, code=code, lost=lost, restored=None)
+            return _outcome(report, reached, nodes=nodes, code=code, lost=lost, restored=None)
         if lost:
             fresh = cluster.replace(*lost)
-            story.say(f"{len(fresh)} empty nodes take their places: {', '.join(fresh)}")
-        again = Launch(folder, "again", ranks=nodes, arguments=[*arguments, *_agents(cluster)])
-        results = _to_end(story, again)
-    story.say("the same training once more, undisturbed")
-    calm = Story(nodes, story.started_s)
-    alone = Launch(folder, "calm", ranks=nodes, arguments=[*arguments, "--undisturbed"])
-    reference = _to_end(calm, alone)
-    outcome = _outcome(story, reached, nodes=nodes, code=code, lost=lost, restored=restored)
+            report.say(f"{len(fresh)} empty nodes replace them: {', '.join(fresh)}")
+        resumed = Launch(folder, "again", ranks=nodes, arguments=[*arguments, *_agents(cluster)])
+        results = _train_to_end(report, resumed)
+    report.say("the same training again, without interruption")
+    calm = DemoReport(ranks=nodes, started_s=report.started_s)
+    undisturbed = Launch(folder, "calm", ranks=nodes, arguments=[*arguments, "--undisturbed"])
+    reference = _train_to_end(calm, undisturbed)
+    outcome = _outcome(report, reached, nodes=nodes, code=code, lost=lost, restored=restored)
     return outcome | {"bit_identical": results == reference}
 
 
-def _until_loss(
-    story: Story, folder: Path, cluster: LocalCluster, arguments: list[str], *, halfway: int
+def _train_until_loss(
+    report: DemoReport, folder: Path, cluster: LocalCluster, arguments: list[str], *, halfway: int
 ) -> None:
-    """Train until a save from about the middle is committed and more steps were done; then kill."""
-    launch = Launch(folder, "first", ranks=story.ranks, arguments=[*arguments, *_agents(cluster)])
+    """Train until half of the steps are done and an older step is committed; then kill all ranks.
+
+    There are steps after the committed one, so that the loss costs some.
+    """
+    launch = Launch(folder, "first", ranks=report.ranks, arguments=[*arguments, *_agents(cluster)])
     try:
         launch.follow(
-            story.see,
+            report.record,
             until=lambda: (
-                story.safe_step() >= halfway // 2
-                and story.last_step >= max(halfway, story.safe_step() + 1)
+                report.safe_step() >= halfway // 2
+                and report.last_step >= max(halfway, report.safe_step() + 1)
             ),
             timeout_s=_TIMEOUT_S,
         )
@@ -166,9 +194,9 @@ def _until_loss(
         launch.kill()
 
 
-def _to_end(story: Story, launch: Launch) -> list[Any]:
+def _train_to_end(report: DemoReport, launch: Launch) -> list[Any]:
     try:
-        launch.follow(story.see, until=lambda: False, timeout_s=_TIMEOUT_S)
+        launch.follow(report.record, until=lambda: False, timeout_s=_TIMEOUT_S)
         return launch.results()
     finally:
         launch.kill()
@@ -183,22 +211,25 @@ def _survey(cluster: LocalCluster) -> RecoveryPlan:
     return plan_recovery(_RUN, [cluster.client(node).call(INVENTORY, _RUN) for node in alive])
 
 
-def _tell(story: Story, plan: RecoveryPlan) -> Generation | None:
-    """Say what the loss cost, as the survivors' memory tells it."""
+def _say_what_survived(report: DemoReport, plan: RecoveryPlan) -> Generation | None:
+    """Print which generations the remaining nodes can rebuild; return the one to restore."""
     for name, why in plan.rejected().items():
         step = Generation.parse(name).step
-        begun = "" if step <= story.safe_step() else " (its save had only begun)"
-        story.say(f"generation {name} cannot be rebuilt{begun}: {why}")
+        begun = "" if step <= report.safe_step() else " (its save had only begun)"
+        report.say(f"generation {name} cannot be rebuilt{begun}: {why}")
     if plan.chosen is None:
-        story.say("nothing is left to go back to")
+        report.say("no generation can be rebuilt")
         return None
     chosen = plan.chosen
-    story.say(f"generation {chosen.generation} can be rebuilt, {chosen.margin} more nodes could go")
+    report.say(
+        f"generation {chosen.generation} can be rebuilt and survives {chosen.margin} more node "
+        "losses"
+    )
     return chosen.generation
 
 
 def _outcome(
-    story: Story,
+    report: DemoReport,
     reached: int,
     *,
     nodes: int,
@@ -206,9 +237,9 @@ def _outcome(
     lost: list[str],
     restored: Generation | None,
 ) -> dict[str, Any]:
-    # What there was none of is null in JSON, which knows no NaN.
-    stall_s = statistics.median(story.stalls_s) if story.stalls_s else None
-    copy_s = statistics.median(story.copies_s) if story.copies_s else None
+    # Durations without a measurement are null: JSON has no NaN.
+    stall_s = statistics.median(report.stalls_s) if report.stalls_s else None
+    copy_s = statistics.median(report.copies_s) if report.copies_s else None
     return {
         "nodes": nodes,
         "code": f"{code.k}+{code.m}",
@@ -216,20 +247,20 @@ def _outcome(
         "restored_step": None if restored is None else restored.step,
         "lost_steps": reached + 1 if restored is None else reached - restored.step,
         "bit_identical": False,
-        "sources": dict(Counter(story.sources.values())),
+        "sources": dict(Counter(report.sources.values())),
         "save_stall_s": stall_s,
         "stall_over_memcpy": stall_s / copy_s if stall_s is not None and copy_s else None,
-        "protected_s": max(story.protected_s, default=None),
-        "restore_s": max(story.restores_s, default=None),
+        "protected_s": max(report.protected_s, default=None),
+        "restore_s": max(report.restores_s, default=None),
     }
 
 
-def _table(story: Story, outcome: dict[str, Any]) -> None:
-    ranks = ", ".join(f"{rank}: {source}" for rank, source in sorted(story.sources.items()))
+def _table(report: DemoReport, outcome: dict[str, Any]) -> None:
+    ranks = ", ".join(f"{rank}: {source}" for rank, source in sorted(report.sources.items()))
     restored = outcome["restored_step"]
     rows = {
         "nodes lost": f"{outcome['nodes_lost']} of {outcome['nodes']}, code {outcome['code']}",
-        "went back to": "nothing was left" if restored is None else f"step {restored}",
+        "restored": "nothing, no generation survived" if restored is None else f"step {restored}",
         "steps lost": str(outcome["lost_steps"]),
         "state came from": ranks or "-",
         "save stall": f"{_shown(outcome['save_stall_s'], '.3f')} s, "

@@ -1,8 +1,8 @@
-"""The demo's training program: ``torchrun --nproc-per-node=6 -m ecckpt.demo.train ARGS``.
+"""The demo's training program: ``torchrun --nproc-per-node=6 -m ecckpt.cli.demo.train ARGS``.
 
-Every rank appends what happens to it to its own event file and leaves a result file with all
-losses and digests of its final state, so that whoever started the ranks can follow them, kill
-them, start them again, and compare one training with another bit for bit.
+Each rank appends its events to its own file (JSON lines), and at its end writes a result file with
+all losses and digests of its final state. ``launch.py`` follows the ranks by these files, and
+``show.py`` compares the results of two trainings.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import ecckpt
 from ecckpt.cli.demo.corpus import Batches, corpus
 from ecckpt.cli.demo.model import Gpt, Size
 
-PEER_TIMEOUT_S = 60.0
-SAVE_PATIENCE_S = 60.0
+PEER_TIMEOUT_S = 60.0  # of collectives: the ranks share few cores and may wait for each other long
+SAVE_PATIENCE_S = 60.0  # a save waits so long for the previous one instead of being skipped
 WARMUP_STEPS = 5
 LEARNING_RATE = 3e-3
 BATCH = 4  # windows per rank and step
-COPIES = 5  # plain copies timed; the median counts
+COPIES = 5  # number of plain copies that are timed; the median is used
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="ecckpt.cli.demo.train", description=__doc__)
-    # Not "--run": torchrun would read that as short for an option of its own.
+    # Not "--run": torchrun accepts abbreviations and would take it for its own --run-path.
     parser.add_argument("--run-name", default="demo", help="name of the run")
     parser.add_argument(
         "--agents",
@@ -75,33 +75,33 @@ class Events:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def add(self, event: str, step: int, **fields: Any) -> None:
-        """Append one line with a single write, so that a kill leaves no half of one."""
+        """Append one line with a single write, so that a kill does not leave half a line."""
         record = {"event": event, "rank": self._rank, "step": step, "time": time.time(), **fields}
         os.write(self._file, json.dumps(record).encode() + b"\n")
 
 
 class DemoProgress:
-    """The loss of every step so far on this rank; its length is the number of steps done."""
+    """The loss of each step so far on this rank; the number of losses is that of steps done."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step done (-1 before the first) and the losses, exact."""
+        """Return the last step done (-1 before the first) and the exact losses."""
         return {"step": len(self.losses) - 1, "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the history of a saved training."""
+        """Continue the history of a saved training."""
         self.losses = list(state["losses"])
 
 
 class Training:
-    """Everything that a step changes, on one rank of a CPU mesh over the default process group."""
+    """All state that a step changes, on one rank of a CPU mesh over the default process group."""
 
     def __init__(self, *, steps: int, seed: int) -> None:
         rank = dist.get_rank()
         size = Size()
-        torch.manual_seed(seed)  # the same weights on all ranks, of which each keeps its part
+        torch.manual_seed(seed)  # all ranks make the same weights; each then keeps its part
         self.model = Gpt(size)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in self.model.blocks:
@@ -116,7 +116,7 @@ class Training:
         torch.manual_seed(seed + 1 + rank)  # dropout differs between ranks
 
     def step(self) -> float:
-        """One optimizer step; this rank's loss in nats per byte."""
+        """Do one optimizer step; return this rank's loss in nats per byte."""
         loss = self.model(*self.data.draw())
         loss.backward()
         self.optim.step()
@@ -126,18 +126,18 @@ class Training:
         return self.progress.losses[-1]
 
     def params(self) -> Iterator[torch.Tensor]:
-        """This rank's part of every parameter, in the order of the model."""
+        """Yield this rank's part of each parameter, in the order of the model."""
         return (_local(parameter) for parameter in self.model.parameters())
 
     def moments(self) -> Iterator[torch.Tensor]:
-        """This rank's part of the optimizer state: by parameter, then by name."""
+        """Yield this rank's part of the optimizer state, by parameter and then by name."""
         for parameter in self.model.parameters():
             state = self.optim.state[parameter]
             yield from (_local(state[name]) for name in sorted(state))
 
 
 def _rate(step: int, *, steps: int) -> float:
-    """Factor on the learning rate: linear warm-up, then half a cosine down to a tenth."""
+    """Return the factor of the learning rate: linear warm-up, then a cosine down to a tenth."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     done = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
@@ -150,7 +150,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(tensors: Iterator[torch.Tensor]) -> str:
-    """SHA-256 over the bytes of all tensors, in hexadecimal."""
+    """Return the SHA-256 of the bytes of all tensors, in hexadecimal."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -158,7 +158,10 @@ def _digest(tensors: Iterator[torch.Tensor]) -> str:
 
 
 def _plain_copy_s(sources: list[torch.Tensor]) -> float:
-    """Seconds to copy `sources` into memory that was written before: the yardstick of a stall."""
+    """Return the seconds that a plain copy of ``sources`` takes, to compare a save's stall with.
+
+    The targets were written before, so that no page faults are measured.
+    """
     targets = [source.clone() for source in sources]
     times_s = []
     for _ in range(COPIES):
@@ -200,7 +203,7 @@ class DemoSaver:
         )
 
     def restore(self) -> None:
-        """Continue the run where its newest surviving save left it, if there is one."""
+        """Restore the newest surviving save of the run, if there is one."""
         restored = self._ckpt.restore(self._state)
         if restored:
             self._events.add(
@@ -215,9 +218,9 @@ class DemoSaver:
             self._pending["reprotected"][restored.step] = restored.reprotection
 
     def after(self, step: int) -> None:
-        """Save if a save is due, and report how far the earlier ones have come."""
+        """Save if a save is due, and report the progress of earlier saves."""
         if self._ckpt.due(step):
-            # What is shown must not depend on how busy this one machine is.
+            # With patience: on a busy machine saves would be skipped, and the demo would show less.
             handle = self._ckpt.save(step, self._state, patience_s=SAVE_PATIENCE_S)
             if not self._copied:
                 tensors = [*self._training.params(), *self._training.moments()]
@@ -246,7 +249,7 @@ class DemoSaver:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train on this rank up to the last step and write the result."""
+    """Train on this rank to the last step and write the result."""
     rank, world = dist.get_rank(), dist.get_world_size()
     training = Training(steps=arguments.steps, seed=arguments.seed)
     events = Events(Path(f"{arguments.events}.{rank}"), rank)
@@ -275,14 +278,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Put `text` at `path` in one go: whoever sees the file sees all of it."""
+    """Write a file atomically: a reader sees the whole text or no file."""
     draft = path.with_name(path.name + ".draft")
     draft.write_text(text)
     draft.replace(path)
 
 
 def main() -> None:
-    """Entry point of every rank."""
+    """Run one rank."""
     arguments = parse()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

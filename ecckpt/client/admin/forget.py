@@ -1,10 +1,10 @@
-"""Dropping a run from all its agents: when it is over, or its name shall be used anew."""
+"""``ecckpt forget``: drops a run from all its agents, to free memory or to reuse its name."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
@@ -14,11 +14,17 @@ from ecckpt.protocol.messages.restore import Forget
 from ecckpt.protocol.verbs import FORGET, INVENTORY
 
 
-@dataclass(frozen=True, slots=True)
+# The names of the fields are keys of `ecckpt forget --json`.
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What one agent has, or had, of a run; ``problem`` is why it may have something still.
+    """What one agent has of a run, or had before ``forget_run``.
 
-    ``newest`` is the newest generation of which it has anything, saved at ``saved_unix_s``.
+    Attributes:
+        node: the node's name; the agent's address if it did not answer.
+        memory_bytes, disk_bytes: length of its files of the run.
+        newest: the newest generation of which it has anything.
+        saved_unix_s: when that was saved; 0 if unknown.
+        problem: why it may still have something; empty if it answered.
     """
 
     node: str
@@ -30,37 +36,58 @@ class Holding:
 
     @property
     def empty(self) -> bool:
-        """Whether it knows nothing of the run."""
+        """Whether the agent has nothing of the run, and answered."""
         return not (self.memory_bytes or self.disk_bytes or self.problem)
 
 
 def holdings(run: str, agents: Sequence[AgentClient]) -> tuple[list[Holding], int]:
-    """What each agent has, in the order given, and the newest timeline of all. Changes nothing."""
-    found, newest = [], 0
+    """Ask each agent what it has of a run; change nothing.
+
+    Returns:
+        The holdings in the order of ``agents``, and the newest timeline that any of them knows.
+    """
+    results, newest = [], 0
     for agent in agents:
         try:
             inventory = agent.call(INVENTORY, run)
         except (EcckptError, OSError) as error:
-            found.append(Holding(agent.address, 0, 0, None, 0, str(error)))
+            results.append(
+                Holding(
+                    node=agent.address,
+                    memory_bytes=0,
+                    disk_bytes=0,
+                    newest=None,
+                    saved_unix_s=0,
+                    problem=str(error),
+                )
+            )
         else:
-            found.append(_holding(inventory))
+            results.append(_holding(inventory))
             newest = max(newest, inventory.fence)
-    return found, newest
+    return results, newest
 
 
 def forget_run(run: str, agents: Sequence[AgentClient]) -> list[Holding]:
-    """Have every agent drop what it has of a run; what they had, in the order given.
+    """Drop a run from all agents, in memory and on disk.
 
-    A new timeline of nothing begins: writers of the run are fenced off, and its name is as good as
-    new where all agents were reached. Raises ``Fenced`` if the run was started meanwhile.
+    It begins a new, empty timeline. So writers of older timelines are fenced: a program that still
+    trains goes on, and its saves fail. If all agents answered, the name can be used for a new run.
+
+    Returns:
+        What each agent had, in the order of ``agents``.
+
+    Raises:
+        Fenced: the run was started again meanwhile.
     """
-    found, newest = holdings(run, agents)
+    before, newest = holdings(run, agents)
     message = Forget(run, newest + 1, secrets.token_hex(8))
-    return [_forgotten(each, agent, message) for each, agent in zip(found, agents, strict=True)]
+    return [
+        _forgotten(holding, agent, message) for holding, agent in zip(before, agents, strict=True)
+    ]
 
 
-def _forgotten(found: Holding, agent: AgentClient, message: Forget) -> Holding:
-    problem = found.problem
+def _forgotten(before: Holding, agent: AgentClient, message: Forget) -> Holding:
+    problem = before.problem
     try:
         if not problem:
             agent.call(FORGET, message)
@@ -69,18 +96,16 @@ def _forgotten(found: Holding, agent: AgentClient, message: Forget) -> Holding:
         raise
     except (EcckptError, OSError) as error:
         problem = str(error)
-    return Holding(
-        found.node, found.memory_bytes, found.disk_bytes, found.newest, found.saved_unix_s, problem
-    )
+    return replace(before, problem=problem)
 
 
 def _holding(inventory: Inventory) -> Holding:
     headers = [*inventory.headers, *inventory.disk]
-    newest = max(headers, key=lambda each: each.shard.generation, default=None)
+    newest = max(headers, key=lambda header: header.shard.generation, default=None)
     return Holding(
-        inventory.node,
-        sum(header.file_bytes for header in inventory.headers),
-        sum(header.file_bytes for header in inventory.disk),
-        newest.shard.generation if newest else inventory.committed,
-        newest.created_unix_s if newest else 0,
+        node=inventory.node,
+        memory_bytes=sum(header.file_bytes for header in inventory.headers),
+        disk_bytes=sum(header.file_bytes for header in inventory.disk),
+        newest=newest.shard.generation if newest else inventory.committed,
+        saved_unix_s=newest.created_unix_s if newest else 0,
     )

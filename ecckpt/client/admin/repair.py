@@ -1,7 +1,11 @@
-"""Making lost fragments again while no training runs: what ``ecckpt repair`` does.
+"""``ecckpt repair``: rebuilds lost fragments of a run while no training runs.
 
-A restart repairs what it restores. This does the same for people: after nodes were replaced, before
-or without a restart, so that the next loss finds the full margin.
+A restart repairs the generation that it restores. An operator can do the same without a restart,
+after nodes were replaced, so that the run has its full margin again before the next loss.
+
+    inventories -> recovery plan (the generation that a restart would take) -> placement
+    -> one Repair request per incomplete shard, to a node that has it or decodes it
+    -> poll the inventories until all wanted fragments are held
 """
 
 from __future__ import annotations
@@ -28,18 +32,25 @@ from ecckpt.protocol.messages.node import NodeInfo
 from ecckpt.protocol.messages.repair import Repair
 from ecckpt.protocol.verbs import INVENTORY, REPAIR
 
-_AT_ONCE = 8
-_LOOK_S = 0.2
-_PATIENCE_S = 15.0
+_PARALLEL_REPAIRS = 8  # a Repair request blocks for as long as its node decodes
+_POLL_S = 0.2  # agents do not report; an inventory takes milliseconds
+_NO_PROGRESS_S = 15.0  # give up if no further fragment arrives for so long: holders pull at once
 
 
-@dataclass(slots=True)
+# The names of the fields are keys of `ecckpt repair --json`.
+@dataclass(slots=True, kw_only=True)
 class Repaired:
-    """What was asked for and what came of it.
+    """The result of a repair.
 
-    ``fragments`` were to be made again, ``homes`` shards to be decoded for that. ``margin`` is how
-    many more nodes the generation survives afterwards, ``complete`` whether nothing of it is
-    missing. ``steps`` says what was to be done, shard by shard.
+    Attributes:
+        generation: the repaired generation, which a restart would take.
+        fragments: number of fragments that were missing.
+        homes: number of shards that had to be decoded for that.
+        margin_before: number of further node losses that the generation survived before.
+        steps: what was planned, a line per shard.
+        margin: number of further node losses that it survives afterwards.
+        complete: whether no part of it is missing.
+        problems: errors of requests, and fragments that are still missing.
     """
 
     generation: Generation
@@ -60,13 +71,22 @@ def repair_run(
     timeout_s: float = 600.0,
     dry_run: bool = False,
 ) -> Repaired:
-    """Make again what nodes lack of the generation that a restart would take.
+    """Rebuild the missing fragments of the generation that a restart would take.
 
-    Every shard is encoded by a node that has it whole, or that decodes it first; the others pull
-    what they shall hold. ``memory_bytes`` is the run's budget on a node (0: the agents' default).
-    With ``dry_run`` nothing is done.
-    Raises ``NothingToRestore`` if there is no such generation, and what the clients raise if an
-    agent does not answer: what it holds would be made twice.
+    For each shard, a node that has it (or else decodes it) encodes the missing fragments, and their
+    holders pull them.
+
+    Args:
+        run: name of the run.
+        agents: of all nodes that exist now, replacements included.
+        memory_bytes: the run's budget on a node; 0: the agents' default.
+        timeout_s: limit of the whole repair.
+        dry_run: only plan.
+
+    Raises:
+        NothingToRestore: no generation can be rebuilt.
+        AgentUnreachable: an agent does not answer. The repair would make a second copy of its
+            fragments on other nodes.
     """
     nodes = {info.node: (info, agent) for agent in agents for info in [agent.node()]}
     clients = {node: agent for node, (_, agent) in nodes.items()}
@@ -89,11 +109,35 @@ def repair_run(
         return done
     deadline_s = time.monotonic() + timeout_s
 
-    def ask(job: tuple[str, Way]) -> None:
+    _send_repairs(
+        ways,
+        clients,
+        done,
+        writer=plan.newest_timeline,
+        memory_bytes=memory_bytes,
+        deadline_s=deadline_s,
+    )
+    wanted = {(way.header.shard.rank, target.index) for _, way in ways for target in way.repair}
+    _wait_until_held(run, done, clients, wanted, deadline_s)
+    return done
+
+
+def _send_repairs(
+    ways: Sequence[tuple[str, Way]],
+    clients: Mapping[str, AgentClient],
+    done: Repaired,
+    *,
+    writer: int,
+    memory_bytes: int,
+    deadline_s: float,
+) -> None:
+    """Send a Repair request for each shard, and wait for the answers; errors become problems."""
+
+    def send_repair(job: tuple[str, Way]) -> None:
         home, way = job
         message = Repair(
             header=way.header,
-            writer=plan.newest_timeline,
+            writer=writer,
             sources=as_told(way.sources),
             targets=way.repair,
             memory_bytes=memory_bytes,
@@ -104,11 +148,8 @@ def repair_run(
         except (EcckptError, OSError) as error:
             done.problems.append(str(error))
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="repair") as pool:
-        list(pool.map(ask, ways))
-    wanted = {(way.header.shard.rank, target.index) for _, way in ways for target in way.repair}
-    _await(run, done, clients, wanted, deadline_s)
-    return done
+    with ThreadPoolExecutor(_PARALLEL_REPAIRS, thread_name_prefix="repair") as pool:
+        list(pool.map(send_repair, ways))
 
 
 def _inventories(run: str, clients: Mapping[str, AgentClient]) -> list[Inventory]:
@@ -116,20 +157,30 @@ def _inventories(run: str, clients: Mapping[str, AgentClient]) -> list[Inventory
 
 
 def _placement(chosen: GenerationReport, infos: Mapping[str, NodeInfo]) -> Placement:
-    """Who holds for whom; where there are too few nodes for the code, whoever has room."""
+    """Plan which nodes hold each node's fragments.
+
+    With fewer nodes than the code needs, all nodes form one group without assigned holders;
+    ``way_home`` then takes any node that can hold another fragment.
+    """
     sample = next(shard.header for shard in chosen.shards if shard.header is not None)
     code = Code(sample.k, sample.m, holders=sample.n)
     nodes = tuple(Node(node, info.domain) for node, info in infos.items())
     try:
         return plan_placement(nodes, code)
     except TooFewNodes:
-        return Placement(code, (nodes,), dict.fromkeys(infos, ()), 0, 0)
+        return Placement(
+            code=code,
+            groups=(nodes,),
+            holders=dict.fromkeys(infos, ()),
+            nodes_survived=0,
+            domains_survived=0,
+        )
 
 
 def _ways(
     chosen: GenerationReport, placement: Placement, address: Mapping[str, str]
 ) -> list[tuple[str, Way]]:
-    """What is to be done, shard by shard, each with the node that does it."""
+    """Return (node, its task) for each shard that is not complete."""
     busy: Counter[str] = Counter()
     ways = []
     for shard in chosen.shards:
@@ -152,10 +203,14 @@ def _step(home: str, way: Way) -> str:
 
 
 def _home(shard: ShardReport, nodes: Mapping[str, str], busy: Counter[str]) -> str | None:
-    """A node that has the whole shard, else the least busy one that has nothing of it."""
+    """Choose the node that repairs a shard: one that has it, else its home, else the least busy.
+
+    A node that has a fragment of the shard is not chosen to decode it: one loss would then cost two
+    parts of the shard. None: there is no such node.
+    """
     if shard.homes:
         return shard.homes[0]
-    holders = {node for at in shard.fragments.values() for node in at}
+    holders = {node for nodes_with in shard.fragments.values() for node in nodes_with}
     free = [node for node in nodes if node not in holders]
     assert shard.header is not None
     if shard.header.home in free:
@@ -163,19 +218,19 @@ def _home(shard: ShardReport, nodes: Mapping[str, str], busy: Counter[str]) -> s
     return min(free, key=lambda node: (busy[node], node), default=None)
 
 
-def _await(
+def _wait_until_held(
     run: str,
     done: Repaired,
     clients: Mapping[str, AgentClient],
     wanted: Collection[tuple[int, int]],
     deadline_s: float,
 ) -> None:
-    """Look until all (rank, index) that are wanted are held, or nothing changes any more."""
+    """Poll until all wanted fragments (rank, index) are held, or no more of them arrive."""
     changed_s, known = time.monotonic(), -1
     while True:
         report = _report_of(plan_recovery(run, _inventories(run, clients)), done.generation)
         if report is None:
-            done.problems.append("it went meanwhile: something newer was committed")
+            done.problems.append("agents dropped it meanwhile: a newer generation was committed")
             return
         done.margin, done.complete = report.margin, report.state == "complete"
         held = {(shard.rank, index) for shard in report.shards for index in shard.fragments}
@@ -184,11 +239,11 @@ def _await(
             changed_s, known = now_s, left
         if not left:
             return
-        if now_s > min(deadline_s, changed_s + _PATIENCE_S):
+        if now_s > min(deadline_s, changed_s + _NO_PROGRESS_S):
             done.problems.append(f"{left} fragments are not held yet")
             return
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _report_of(plan: RecoveryPlan, generation: Generation) -> GenerationReport | None:
-    return next((each for each in plan.generations if each.generation == generation), None)
+    return next((report for report in plan.generations if report.generation == generation), None)

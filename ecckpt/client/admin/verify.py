@@ -1,4 +1,4 @@
-"""Having every file of a run checked by the agents that hold it: what ``ecckpt verify`` does."""
+"""``ecckpt verify``: lets the agents check all blocks of a run, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.messages.disk import Verify
 from ecckpt.protocol.verbs import INVENTORY, VERIFY
 
-_READ_BYTES_PER_S = 20e6  # of a disk that others use as well
+_READ_BYTES_PER_S = 20e6  # a slow disk that other programs use as well; sets request timeouts
 
 
-@dataclass(slots=True)
+# The names of the fields are keys of `ecckpt verify --json`.
+@dataclass(slots=True, kw_only=True)
 class Checked:
-    """What was checked on one node.
+    """The result of checking one node.
 
-    ``bad`` has a line for each fault; ``silent`` says why the agent did not answer, if it did not.
+    Attributes:
+        node: the node's name; the agent's address if it did not answer.
+        files: number of files checked.
+        total_bytes: their length.
+        bad: a line for each fault.
+        silent: why the agent did not answer; empty if it did.
     """
 
     node: str
@@ -30,17 +36,23 @@ class Checked:
 
 
 def verify_run(run: str, agents: Sequence[AgentClient], *, bytes_per_s: int = 0) -> list[Checked]:
-    """Check every block of every home copy and fragment of a run, in memory and on disk.
+    """Check each block of each home copy and fragment of a run against its CRC32C.
 
-    All agents at once, each reading at most ``bytes_per_s`` (0: as fast as it goes). A file that
-    goes meanwhile, because something newer was committed, is no fault.
+    Args:
+        run: name of the run.
+        agents: they check at the same time.
+        bytes_per_s: limit of what each agent reads; 0: no limit.
+
+    Returns:
+        A result per agent, in order. A file that an agent drops meanwhile, because a newer
+        generation was committed, is not a fault.
     """
     with ThreadPoolExecutor(min(64, len(agents)), thread_name_prefix="verify") as pool:
         return list(pool.map(lambda agent: _verify_node(run, agent, bytes_per_s), agents))
 
 
 def _verify_node(run: str, agent: AgentClient, bytes_per_s: int) -> Checked:
-    checked = Checked(agent.address)
+    checked = Checked(node=agent.address)
     try:
         inventory = agent.call(INVENTORY, run)
         checked.node = inventory.node
@@ -61,8 +73,9 @@ def _verify_file(
     where = f"{what} of {header.shard} {'on disk' if disk else 'in memory'}"
     try:
         rate = min(bytes_per_s or _READ_BYTES_PER_S, _READ_BYTES_PER_S)
-        patience_s = agent.timeout_s + 2 * header.file_bytes / rate
-        found = agent.call(VERIFY, message, timeout_s=patience_s)
+        # Twice the time that reading the file should take, beyond the timeout of any request.
+        timeout_s = agent.timeout_s + 2 * header.file_bytes / rate
+        verified = agent.call(VERIFY, message, timeout_s=timeout_s)
     except NotHeld:
         return
     except AgentUnreachable:
@@ -72,11 +85,11 @@ def _verify_file(
         return
     checked.files += 1
     checked.total_bytes += header.file_bytes
-    if found.problem:
-        checked.bad.append(f"{where}: {found.problem}")
-    if found.bad:
-        first = ", ".join(f"{each.index}/{each.row}" for each in found.bad[:4])
-        more = ", ..." if len(found.bad) > 4 else ""
+    if verified.problem:
+        checked.bad.append(f"{where}: {verified.problem}")
+    if verified.bad:
+        first = ", ".join(f"{block.index}/{block.row}" for block in verified.bad[:4])
+        more = ", ..." if len(verified.bad) > 4 else ""
         checked.bad.append(
-            f"{where}: {len(found.bad)} blocks fail their CRC32C (fragment/row {first}{more})"
+            f"{where}: {len(verified.bad)} blocks fail their CRC32C (fragment/row {first}{more})"
         )

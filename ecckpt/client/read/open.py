@@ -1,11 +1,12 @@
-"""Looking into a checkpoint without restoring it: ``ecckpt.open``.
+"""``ecckpt.open``: reads tensors and values of a checkpoint without restoring it.
 
     opened = ecckpt.open("llama-70b", agents=["10.0.0.7:7420", "10.0.0.8:7420"])
-    opened["model.layers.0.weight"]  # the whole tensor, whoever has parts of it
-    opened.slice("model.layers.0.weight")[10:20]  # only the holders of these rows are asked
+    opened["model.layers.0.weight"]  # the whole tensor, joined from all ranks' parts
+    opened.slice("model.layers.0.weight")[10:20]  # reads the blocks of these rows only
 
-Nothing is fenced, changed or held: a run that goes on saving lets old generations go, and then a
-tensor that is read later is not there any more (``TooFewFragments``; open again).
+Opening neither fences the run nor pins the generation. If the run goes on saving, agents drop the
+open generation after a newer one is committed, and later reads raise ``TooFewFragments``: open
+again. The exports (``ecckpt.integrations``) read through it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ecckpt.client.config import token_from_environment
 from ecckpt.client.read.shard_reader import Peers, ShardReader
 from ecckpt.errors import (
     AgentUnreachable,
@@ -30,7 +32,7 @@ from ecckpt.format.ids import Generation, check_name
 from ecckpt.policy.survival import GenerationReport, Inventory, plan_recovery, sources_of
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.verbs import INVENTORY
-from ecckpt.state.file.catalog import CatalogPiece, Whole, catalogue
+from ecckpt.state.file.catalog import CatalogPiece, CatalogTensor, build_catalog
 from ecckpt.state.file.header import ShardHeader, header_bytes, parse_header
 from ecckpt.state.file.metadata import ShardNotes, parse_notes
 from ecckpt.state.file.shard import outline
@@ -41,17 +43,19 @@ _log = logging.getLogger(__name__)
 
 
 class Opened(Mapping[str, torch.Tensor]):
-    """A generation, as a mapping from names to tensors that are read when they are asked for.
+    """A generation as a mapping from names to tensors; a tensor is read when it is accessed.
 
-    Parts of sharded tensors are joined to the global tensor. A tensor that is not sharded and that
-    several ranks have is one tensor if all copies are equal, which reading checks; if they differ
-    (``StateMismatch``), ``as_rank(r)`` reads those of rank r. Every byte given out is proven by its
-    block's checksum. What is read belongs to the caller. For one thread at a time.
+    The parts of a sharded tensor are joined to the global tensor. If several ranks have a tensor
+    that is not sharded, reading compares their copies. Copies that differ raise ``StateMismatch``;
+    ``as_rank(r)`` reads those of rank r instead.
+
+    The CRC32C of each block is checked before its bytes are returned. The caller owns the returned
+    tensors, which are in CPU memory. One thread at a time may use the object.
 
     Attributes:
-        run, generation: what is open.
-        world_size: how many ranks saved it.
-        preferred: the rank that ``as_rank`` chose, else None.
+        run, generation: of the open checkpoint.
+        world_size: number of ranks that saved it.
+        preferred: the rank that ``as_rank`` chose; None without it.
     """
 
     def __init__(self, run: str, report: GenerationReport, peers: Peers) -> None:
@@ -61,101 +65,105 @@ class Opened(Mapping[str, torch.Tensor]):
         self.preferred: int | None = None
         self._readers = [ShardReader(sources, peers) for sources in sources_of(report)]
         self._shards = {rank: _header(reader) for rank, reader in enumerate(self._readers)}
-        self._catalogue = catalogue(self._shards)
+        self._catalog = build_catalog(self._shards)
 
     def __repr__(self) -> str:
         return f"Opened({self.run!r}, generation {self.generation}, {len(self)} tensors)"
 
     def as_rank(self, rank: int) -> Opened:
-        """The same, with tensors that are not sharded as that rank has them, if it has them."""
+        """Return the same checkpoint, with that rank's copy of tensors that are not sharded.
+
+        Tensors that this rank does not have are read as before. Raises ``InvalidConfig`` if no such
+        rank saved.
+        """
         self._check_rank(rank)
         other = object.__new__(Opened)
         vars(other).update(vars(self))
         other.preferred = rank
-        other._catalogue = catalogue(self._shards, prefer=rank)
+        other._catalog = build_catalog(self._shards, prefer=rank)
         return other
 
     @property
     def pulled_bytes(self) -> int:
-        """Bytes of blocks that came over the network so far."""
+        """Bytes of blocks that were read over the network so far."""
         return sum(reader.pulled_bytes for reader in self._readers)
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Tied tensors: further names, and the name under which each is stored."""
-        return self._catalogue.aliases
+        """Further names of tied tensors: alias -> name that the tensor is stored under."""
+        return self._catalog.aliases
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._catalogue.tensors
-        yield from self._catalogue.aliases
+        yield from self._catalog.tensors
+        yield from self._catalog.aliases
 
     def __len__(self) -> int:
-        return len(self._catalogue.tensors) + len(self._catalogue.aliases)
+        return len(self._catalog.tensors) + len(self._catalog.aliases)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._catalogue.tensors or name in self._catalogue.aliases
+        return name in self._catalog.tensors or name in self._catalog.aliases
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, in CPU memory."""
-        whole = self._whole(name)
-        whole.require()
-        return self._read(whole, 0, whole.shape[0] if whole.shape else 1)
+        """Read the whole tensor. Raises ``StateMismatch`` if the ranks' parts do not make it up."""
+        entry = self._entry(name)
+        entry.require()
+        return self._read(entry, 0, entry.shape[0] if entry.shape else 1)
 
     def slice(self, name: str) -> Rows:
-        """Index what this returns by ``[start:stop]`` to read a part of the first dimension."""
-        whole = self._whole(name)
-        whole.require()
-        if not whole.shape:
+        """Return an object that reads rows of the tensor: ``opened.slice(name)[start:stop]``."""
+        entry = self._entry(name)
+        entry.require()
+        if not entry.shape:
             raise InvalidConfig(f"{name!r} has no dimension to slice")
-        return Rows(whole.shape, lambda start, stop: self._read(whole, start, stop))
+        return Rows(entry.shape, lambda start, stop: self._read(entry, start, stop))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape; nothing is read."""
-        whole = self._whole(name)
-        whole.require()
-        return whole.shape
+        """Return the shape of the global tensor, without reading it."""
+        entry = self._entry(name)
+        entry.require()
+        return entry.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype; nothing is read."""
-        return self._whole(name).dtype
+        """Return the dtype of the tensor, without reading it."""
+        return self._entry(name).dtype
 
     def values_of(self, rank: int) -> dict[Any, Any]:
-        """What that rank saved, as a tree: values as they were, and meta tensors for its tensors.
+        """Read the state that a rank saved, with meta tensors in place of its tensors.
 
-        An object comes as what its ``state_dict()`` returned, an instance of a class that is not
-        registered here as a ``StoredValue``.
+        For an object there is what its ``state_dict()`` returned, and for an instance of a class
+        that is not registered here a ``StoredValue``.
         """
         return self._tree(rank, lambda stored: stored.data)
 
-    def tree_of(self, rank: int, place: Callable[[str], Any]) -> dict[Any, Any]:
-        """``values_of``, with ``place(name)`` for the tensors."""
-        return self._tree(rank, lambda stored: place(stored.name))
+    def tree_of(self, rank: int, replacement: Callable[[str], Any]) -> dict[Any, Any]:
+        """Read what ``values_of`` reads, with ``replacement(name)`` in place of each tensor."""
+        return self._tree(rank, lambda stored: replacement(stored.name))
 
-    def _tree(self, rank: int, place: Callable[[StoredTensor], Any]) -> dict[Any, Any]:
+    def _tree(self, rank: int, replacement: Callable[[StoredTensor], Any]) -> dict[Any, Any]:
         self._check_rank(rank)
         header, notes = self._shards[rank]
         blob = header.values
         values = bytearray(blob.end - blob.begin)
         self._readers[rank].read(header.data_start + blob.begin, memoryview(values))
         saved = resolve(outline(header, notes, bytes(values)).tree(), lambda path, text: None)
-        tree: dict[Any, Any] = _plain(saved, place)
+        tree: dict[Any, Any] = _plain(saved, replacement)
         return tree
 
-    def _whole(self, name: str) -> Whole:
-        return self._catalogue.tensors[self._catalogue.aliases.get(name, name)]
+    def _entry(self, name: str) -> CatalogTensor:
+        return self._catalog.tensors[self._catalog.aliases.get(name, name)]
 
     def _check_rank(self, rank: int) -> None:
         if rank not in self._shards:
-            raise InvalidConfig(f"rank {rank} of {self.world_size} ranks that saved")
+            raise InvalidConfig(f"there is no rank {rank}: {self.world_size} ranks saved")
 
-    def _read(self, whole: Whole, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` of a tensor; one without dimensions has one row."""
-        shape = (stop - start, *whole.shape[1:]) if whole.shape else ()
-        data = torch.empty(math.prod(shape) * whole.dtype.itemsize, dtype=torch.uint8)
-        # As rows of bytes: whatever the dtype, copying a box is copying bytes.
-        sizes = (*shape, whole.dtype.itemsize) if shape else (1, whole.dtype.itemsize)
+    def _read(self, entry: CatalogTensor, start: int, stop: int) -> torch.Tensor:
+        """Read rows ``start`` to ``stop`` of a tensor; a scalar has one row."""
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        data = torch.empty(math.prod(shape) * entry.dtype.itemsize, dtype=torch.uint8)
+        # With the bytes of an element as last dimension: torch cannot copy boxes of all dtypes.
+        sizes = (*shape, entry.dtype.itemsize) if shape else (1, entry.dtype.itemsize)
         target = data.view(sizes)
-        for piece in whole.pieces:
+        for piece in entry.pieces:
             offset = piece.offset or (0,)
             lengths = piece.shape or (1,)
             first, last = max(start, offset[0]), min(stop, offset[0] + lengths[0])
@@ -164,15 +172,17 @@ class Opened(Mapping[str, torch.Tensor]):
             box = target[first - start : last - start]
             for dim in range(1, len(lengths)):
                 box = box.narrow(dim, offset[dim], lengths[dim])
-            self._read_box(whole, piece, first - offset[0], box)
+            self._read_box(entry, piece, first - offset[0], box)
         return (
-            data.view(whole.dtype).view(shape)
+            data.view(entry.dtype).view(shape)
             if data.numel()
-            else torch.empty(shape, dtype=whole.dtype)
+            else torch.empty(shape, dtype=entry.dtype)
         )
 
-    def _read_box(self, whole: Whole, piece: CatalogPiece, first: int, box: torch.Tensor) -> None:
-        """Fill ``box``, bytes, with rows of a piece from ``first`` on, and compare the copies."""
+    def _read_box(
+        self, entry: CatalogTensor, piece: CatalogPiece, first: int, box: torch.Tensor
+    ) -> None:
+        """Fill ``box`` (bytes) with rows of a piece, from row ``first``, and compare its copies."""
         direct = box if box.is_contiguous() else torch.empty(box.shape, dtype=torch.uint8)
         self._read_rows(piece, first, direct)
         for copy in piece.copies:
@@ -181,8 +191,8 @@ class Opened(Mapping[str, torch.Tensor]):
             if not torch.equal(direct, other):
                 raise StateMismatch(
                     [
-                        f"{whole.name}: rank {copy.rank} has other values than rank {piece.rank}, "
-                        "and nothing says whose are meant: as_rank() chooses"
+                        f"{entry.name}: rank {copy.rank} has other values than rank {piece.rank}; "
+                        "choose a rank with as_rank()"
                     ]
                 )
         if direct is not box:
@@ -195,7 +205,7 @@ class Opened(Mapping[str, torch.Tensor]):
 
 
 class Rows:
-    """The first dimension of a tensor that is not read yet; ``rows[start:stop]`` reads."""
+    """The rows (first dimension) of an unread tensor: ``rows[start:stop]`` reads some of them."""
 
     def __init__(self, shape: tuple[int, ...], read: Callable[[int, int], torch.Tensor]) -> None:
         self.shape = shape
@@ -205,43 +215,46 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """A tensor of these rows; steps other than 1 are refused (``InvalidConfig``)."""
+        """Read rows as a tensor. Raises ``InvalidConfig`` for an index or a step other than 1."""
         if not isinstance(rows, slice) or rows.step not in (None, 1):
-            raise InvalidConfig(f"{rows!r}: only [start:stop] is read lazily")
+            raise InvalidConfig(f"{rows!r}: rows are read by [start:stop] only")
         start, stop, _ = rows.indices(self.shape[0])
         return self._read(start, max(start, stop))
 
 
-def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open)
+def open(  # noqa: A001  (its public name is ecckpt.open)
     run: str,
     agents: Sequence[str],
     *,
     step: int | None = None,
     generation: Generation | str | None = None,
-    token: str = "",
+    token: str | None = None,
     timeout_s: float = 10.0,
 ) -> Opened:
-    """Open the newest generation of ``run`` that survives, or the newest of ``step``.
+    """Open the newest generation of ``run`` that survives.
 
     Args:
-        run: name of the training job.
-        agents: addresses of its nodes' agents (``host:port``), all that are known: what none of
-            these holds is taken for lost. Those that do not answer are passed over.
-        step, generation: open this step (its newest timeline), or this generation, instead of the
-            newest.
-        token: the agents' credential, if they have one.
-        timeout_s: for each request. A node that misses it once is not asked again.
+        run: name of the run.
+        agents: addresses (``host:port``) of the agents of all its nodes. Fragments that none of
+            these has count as lost. Agents that do not answer are skipped.
+        step: open this step (its newest timeline) instead of the newest.
+        generation: open this generation instead of the newest.
+        token: the agents' credential, empty if they have none. Without it, the one in the file that
+            ``ECCKPT_TOKEN_FILE`` names, as on the command line.
+        timeout_s: limit of each request. A node that exceeds it once gets no further requests.
 
     Raises:
-        NothingToRestore: none of its generations can be read whole.
+        NothingToRestore: no generation can be read completely.
         AgentUnreachable: no agent answers.
-        CorruptFragment, TooFewFragments: a shard cannot be proven; the newest before it may be
-            opened by its step.
+        CorruptFragment, TooFewFragments: the checksums of a shard fail, and not enough good
+            fragments are left. Older generations may be opened by their step.
     """
     check_name("run", run)
     addresses = [agents] if isinstance(agents, str) else list(agents)
     if not addresses:
-        raise InvalidConfig("no agents to ask", hint="host:port of at least one")
+        raise InvalidConfig("no agents given", hint="give host:port of at least one")
+    if token is None:
+        token = token_from_environment()
     clients = [AgentClient(address, token, timeout_s) for address in dict.fromkeys(addresses)]
     found, silent = _inventories(run, clients)
     if isinstance(generation, str):
@@ -258,11 +271,11 @@ def open(  # noqa: A001  (what it does, and where the user finds it: ecckpt.open
 def _inventories(
     run: str, clients: Sequence[AgentClient]
 ) -> tuple[dict[str, tuple[Inventory, AgentClient]], dict[str, str]]:
-    """What each node holds, and the agents that did not answer."""
+    """Return what each node holds, and why other agents did not answer, by address."""
 
     def ask(client: AgentClient) -> Inventory | EcckptError:
         try:
-            client.node()  # another version is refused by name
+            client.node()  # raises VersionMismatch for an agent of another release
             return client.call(INVENTORY, run)
         except AgentUnreachable as error:
             return error
@@ -275,7 +288,7 @@ def _inventories(
             found[answer.node] = (answer, client)
         else:
             silent[client.address] = str(answer)
-            _log.warning("not asked again: %s", answer)
+            _log.warning("skipped from now on: %s", answer)
     errors = [answer for answer in answers if isinstance(answer, EcckptError)]
     if not found:
         raise errors[0]
@@ -283,7 +296,7 @@ def _inventories(
 
 
 def _header(reader: ShardReader) -> tuple[ShardHeader, ShardNotes]:
-    """Header and notes of a shard, from its first blocks."""
+    """Read header and notes of a shard, from its first blocks."""
     prefix = bytearray(min(8, len(reader.data)))
     reader.read(0, memoryview(prefix))
     buffer = bytearray(header_bytes(memoryview(prefix), len(reader.data)))
@@ -293,14 +306,14 @@ def _header(reader: ShardReader) -> tuple[ShardHeader, ShardNotes]:
     return header, parse_notes(header.metadata)
 
 
-def _plain(node: Any, place: Callable[[StoredTensor], Any]) -> Any:
-    """A saved tree without what marks its tensors and objects."""
+def _plain(node: Any, replacement: Callable[[StoredTensor], Any]) -> Any:
+    """Copy a saved tree with plain contents for objects, and ``replacement(node)`` for tensors."""
     if isinstance(node, StoredObject):
-        return _plain(node.state, place)
+        return _plain(node.state, replacement)
     if isinstance(node, StoredTensor):
-        return place(node)
+        return replacement(node)
     if type(node) not in CONTAINERS:
         return node
     if isinstance(node, dict):
-        return dict_like(node, ((key, _plain(each, place)) for key, each in node.items()))
-    return items_like(node, (_plain(each, place) for each in node))
+        return dict_like(node, ((key, _plain(child, replacement)) for key, child in node.items()))
+    return items_like(node, (_plain(child, replacement) for child in node))

@@ -120,7 +120,9 @@ class Restorer:
         """
         try:
             result = yield from self._run(state, wanted, required=required)
-        except Exception:
+        except GeneratorExit:
+            raise
+        except BaseException:  # also KeyboardInterrupt: nothing is proven behind its back
             yield from self._source.end()
             raise
         yield from self._source.end()
@@ -143,8 +145,11 @@ class Restorer:
                 assert ready is not None
                 load = perform(LoadState(ready.load))
                 assigned_bytes = yield from traced("load", shard, load)
-                seconds = (yield from perform(Now())) - started_s
-                restored = self._restored(order, ready.delivery, assigned_bytes, seconds)
+                now_s = yield from perform(Now())
+                handle = SaveHandle(shard.generation, shard.generation.step, began_s=now_s)
+                restored = self._restored(
+                    order, ready.delivery, assigned_bytes, now_s - started_s, handle
+                )
                 yield from self._note_reseeded(restored)
                 return order, restored
         raise NothingToRestore(self._cluster.run, {"all": f"{_ATTEMPTS} generations were refused"})
@@ -228,7 +233,12 @@ class Restorer:
         return _Ready(delivery, load), Outcome("ok", "")
 
     def _restored(
-        self, order: Order, delivery: Delivery, assigned_bytes: int, seconds: float
+        self,
+        order: Order,
+        delivery: Delivery,
+        assigned_bytes: int,
+        seconds: float,
+        reprotection: SaveHandle,
     ) -> Restored:
         assert order.header is not None
         generation = order.header.shard.generation
@@ -242,7 +252,7 @@ class Restorer:
             rebuilt_fragments=delivery.rebuilt_fragments,
             margin=order.margin,
             rejected=order.rejected,
-            reprotection=SaveHandle(generation, generation.step),
+            reprotection=reprotection,
             saved_by=order.header.world_size,
             reseeded=delivery.brought.reseeded,
             assigned_bytes=assigned_bytes,

@@ -104,17 +104,25 @@ class CommitProtocol:
 
     def see_through(self, save: StagedSave) -> Routine[None]:
         """Follow a staged save to its end; its handle tells how it ended."""
-        try:
-            yield from self._see_through(save)
-        except Exception as unexpected:
-            text = f"following {save.shard}: {unexpected!r}"
-            yield from perform(Report(Message(logging.ERROR, text)))
-        save.handle.mark_left()  # in any case, or no later save would ever begin
+        yield from self._surely(save.handle, save.shard, self._see_through(save))
 
     def abandon(self, handle: SaveHandle, deadline: Deadline) -> Routine[None]:
         """Keep other ranks from waiting for a shard that will not come; the handle has failed."""
-        yield from self._give_up(deadline.shard)
-        yield from self._leave(deadline)
+
+        def give_up() -> Routine[None]:
+            yield from self._give_up(deadline.shard)
+            yield from self._leave(deadline)
+
+        yield from self._surely(handle, deadline.shard, give_up())
+
+    @staticmethod
+    def _surely(handle: SaveHandle, shard: ShardId, routine: Routine[None]) -> Routine[None]:
+        """Leave the save whatever the routine raises, or no later save would ever begin."""
+        try:
+            yield from routine
+        except Exception as unexpected:
+            text = f"following {shard}: {unexpected!r}"
+            yield from perform(Report(Message(logging.ERROR, text)))
         handle.mark_left()
 
     def _see_through(self, save: StagedSave) -> Routine[None]:
@@ -179,9 +187,10 @@ class CommitProtocol:
         try:
             given_up = yield from perform(StoreSubtract(key, POISON, ranks))
         except EcckptError as error:
-            # Without the store no rank can count any more.
+            # Without the store no rank can count any more. None is woken: one that found the count
+            # neither complete nor given up would look again and again, without a pause.
             yield from _note(shard, error)
-            given_up = True
+            return True
         if given_up:
             yield from self._wake("count", shard)
         return given_up

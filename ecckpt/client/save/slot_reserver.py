@@ -151,6 +151,8 @@ class SlotReserver:
     def _fall_silent(self, error: AgentUnreachable) -> Routine[None]:
         """Let callers go on without the agent, and try to have one that answers."""
         self._silent = error
+        if self._closed:
+            return  # a program that ends starts no agent
         try:
             yield from perform(ReviveAgent())
         except (EcckptError, OSError) as still:

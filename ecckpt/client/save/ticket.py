@@ -7,10 +7,22 @@ then one of them commits. client/threads.py performs these routines (``HeldTicke
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import Mark, Now, Routine, Snapshot, call_all, call_own, perform, traced
+from ecckpt.client.effects import (
+    Mark,
+    Now,
+    Report,
+    Routine,
+    Snapshot,
+    call_all,
+    call_own,
+    perform,
+    traced,
+)
+from ecckpt.client.events import Message
 from ecckpt.client.save.staging import Deadline, await_protected, copy_into_slot
 from ecckpt.client.save.traces import send_spans
 from ecckpt.errors import EcckptError
@@ -86,7 +98,11 @@ class Ticket:
         message = Commit(self.shard.run, self.shard.generation)
         yield from call_own(COMMIT, message, deadlines.CALL_S)
         # An agent that misses the commit learns of it from the next one.
-        yield from call_all(COMMIT, message, self.nodes, deadlines.COMMIT_S)
+        answers = yield from call_all(COMMIT, message, self.nodes, deadlines.COMMIT_S)
+        for node, answer in answers.items():
+            if isinstance(answer, EcckptError | OSError):
+                text = f"could not tell {node} that {self.shard} is committed: {answer}"
+                yield from perform(Report(Message(logging.WARNING, text)))
 
     def is_committed(self) -> Routine[bool]:
         """Whether some agent knows this generation, or a newer one, as committed."""
@@ -96,7 +112,10 @@ class Ticket:
                 return True
         except (EcckptError, OSError):
             pass  # this node's agent is away: the others may know
-        answers = yield from call_all(INVENTORY, self.shard.run, self.nodes, deadlines.CALL_S)
+        try:
+            answers = yield from call_all(INVENTORY, self.shard.run, self.nodes, deadlines.CALL_S)
+        except OSError:  # a program that ends can start no threads
+            return False
         return any(self._is_known_to(answer) for answer in answers.values())
 
     def _is_known_to(self, answer: object) -> bool:

@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint: its planners, its metadata and its folders."""
+"""torch.distributed.checkpoint (DCP): its planners, its metadata and its folders."""

@@ -1,7 +1,7 @@
-"""A checkpoint as a folder of ``torch.distributed.checkpoint``: ``ecckpt export --to dcp DIR``.
+"""Exports a checkpoint as a folder of DCP: ``ecckpt export --to dcp DIR``.
 
-torch's own ``FileSystemWriter`` writes it, its pickled ``.metadata`` included; nothing is unpickled
-here. ``dcp.load`` then reshards as it does with any checkpoint of its own.
+torch's own ``FileSystemWriter`` writes the folder, with its pickled ``.metadata``. Nothing is
+unpickled here. ``dcp.load`` reshards the folder like any checkpoint of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ecckpt.state.tree.nodes import StoredValue
 from ecckpt.state.tree.tree import holds
 from ecckpt.state.tree.values import pack
 
-_WAY = "export from a program that registers it"
+_HINT_REGISTER = "export from a program that registers it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedDcp:
-    """What was written."""
+    """The result of an export: counts, and the length of all tensors in bytes."""
 
     folder: str
     generation: str
@@ -44,28 +44,34 @@ class ExportedDcp:
     total_bytes: int
 
 
-@dataclass(eq=False, slots=True)
-class _Flat:
-    """The state by DCP's names: meta tensors and values; where each stood; the tensors' names."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _FlatState:
+    """The state of all ranks by DCP's flat names."""
 
-    compare: bool
-    state: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    compare: bool  # whether values have to be equal on all ranks
+    state: dict[str, Any] = field(default_factory=dict)  # values, and meta tensors
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # place in the nested state
+    names: dict[str, str] = field(default_factory=dict)  # of tensors: the name in the checkpoint
     problems: list[str] = field(default_factory=list)
 
 
 def export_dcp(opened: Opened, folder: Path, *, prefix: str = "") -> ExportedDcp:
-    """Write what begins with ``prefix``, without it: global tensors, and values.
+    """Write all tensors and values whose names begin with ``prefix``, with the prefix removed.
 
-    One tensor is in memory at a time, and has a file of its own; names that are tied are written
-    for each. A value that several ranks have must be the same, or ``Opened.as_rank`` chooses.
-    ``folder`` must not exist, or be empty, and is not seen before it is whole.
+    Tensors are global ones. One tensor is in memory at a time, and each gets its own file. A tied
+    tensor is written once per name. A value must be equal on all ranks that have it, unless
+    ``Opened.as_rank`` has chosen a rank.
+
+    Args:
+        opened: the checkpoint.
+        folder: must not exist, or be empty. It appears only when it is complete.
+        prefix: of the names to export.
 
     Raises:
-        InvalidConfig: ``folder`` is in use, or nothing begins with ``prefix``.
-        StateMismatch: tensors or values that ranks disagree on; nothing is written.
-        UnsupportedState: tensors in a tuple, where DCP does not look for any.
+        InvalidConfig: ``folder`` is in use, or no name begins with ``prefix``.
+        StateMismatch: ranks have different tensors or values under a name; nothing is written.
+        UnsupportedState: tensors in a tuple (DCP does not look into tuples), or an instance of a
+            class that is not registered.
     """
     require_unused(folder)
     flat = _flatten(opened, prefix)
@@ -78,42 +84,48 @@ def export_dcp(opened: Opened, folder: Path, *, prefix: str = "") -> ExportedDcp
     total_bytes = sum(flat.state[name].nbytes for name in flat.names)
     values = len(flat.state) - len(flat.names)
     generation = str(opened.generation)
-    return ExportedDcp(str(folder), generation, len(flat.names), values, total_bytes)
+    return ExportedDcp(
+        folder=str(folder),
+        generation=generation,
+        tensors=len(flat.names),
+        values=values,
+        total_bytes=total_bytes,
+    )
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with meta tensors, and reads each when it is to be written."""
+    """Plans with meta tensors, and reads a tensor from the checkpoint when DCP writes it."""
 
-    def __init__(self, opened: Opened, flat: _Flat) -> None:
+    def __init__(self, opened: Opened, flat: _FlatState) -> None:
         super().__init__()
         self._opened = opened
         self._flat = flat
 
     def create_local_plan(self) -> SavePlan:
-        """As torch does, with the paths that the state had before it was flat."""
+        """Plan as torch does, with the paths of the nested state."""
         self.mappings = dict(self._flat.paths)
         return super().create_local_plan()
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor, read now; values as torch makes them."""
+        """Read a tensor; leave values to torch."""
         name = self._flat.names.get(write_item.index.fqn)
         return super().resolve_data(write_item) if name is None else self._opened[name]
 
 
-def _save(flat: _Flat, planner: _Planner, folder: Path) -> None:
-    # A file per tensor: the writer keeps what it wrote until its file is full.
+def _save(flat: _FlatState, planner: _Planner, folder: Path) -> None:
+    # One file per tensor: the writer keeps tensors in memory until their file is complete.
     writer = FileSystemWriter(folder, single_file_per_rank=False)
     try:
-        with warnings.catch_warnings():  # that there is one process only is meant
+        with warnings.catch_warnings():  # a single process is intended here
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             save(flat.state, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:  # what was raised while planning or reading
+    except CheckpointException as error:  # DCP wraps the errors of planning and reading
         causes = [cause for cause, _ in error.failures.values()]
-        raise next((each for each in causes if isinstance(each, EcckptError)), error) from error
+        raise next((cause for cause in causes if isinstance(cause, EcckptError)), error) from error
 
 
-def _flatten(opened: Opened, prefix: str) -> _Flat:
-    flat = _Flat(compare=opened.preferred is None)
+def _flatten(opened: Opened, prefix: str) -> _FlatState:
+    flat = _FlatState(compare=opened.preferred is None)
     ranks = sorted(range(opened.world_size), key=lambda rank: (rank != opened.preferred, rank))
     for rank in ranks:
         names: dict[int, str] = {}
@@ -124,7 +136,7 @@ def _flatten(opened: Opened, prefix: str) -> _Flat:
             return tensor
 
         tree = opened.tree_of(rank, stand_in)
-        notes = DcpNotes.take(tree)  # DCP flattened it already
+        notes = DcpNotes.pop_from(tree)  # present if the shard was saved through DCP: flat already
         state, paths = (tree, notes.paths) if notes else flatten_state_dict(tree)
         for fqn, value in state.items():
             if fqn.startswith(prefix):
@@ -135,19 +147,22 @@ def _flatten(opened: Opened, prefix: str) -> _Flat:
     return flat
 
 
-def _add(flat: _Flat, fqn: str, value: Any, name: str | None, rank: int) -> None:
+def _add(flat: _FlatState, fqn: str, value: Any, name: str | None, rank: int) -> None:
+    """Add what one rank has under a flat name; ``name`` is a tensor's name in the checkpoint."""
     if name is None and holds(value, lambda node: isinstance(node, torch.Tensor)):
         raise UnsupportedState(fqn, "tensors in a tuple", hint="use a list or a dict")
     if holds(value, lambda node: type(node) is StoredValue):
-        raise UnsupportedState(fqn, "an instance of a class that is not registered here", hint=_WAY)
+        raise UnsupportedState(
+            fqn, "an instance of a class that is not registered here", hint=_HINT_REGISTER
+        )
     if fqn not in flat.state:
         flat.state[fqn] = value
         if name is not None:
             flat.names[fqn] = name
     elif flat.names.get(fqn) != name:
-        flat.problems.append(f"{fqn}: rank {rank} has something else there than those before")
+        flat.problems.append(f"{fqn}: rank {rank} has another kind of entry than lower ranks")
     elif flat.compare and name is None and _bytes(value) != _bytes(flat.state[fqn]):
-        flat.problems.append(f"{fqn}: rank {rank} has another value than those before: choose one")
+        flat.problems.append(f"{fqn}: rank {rank} has another value than lower ranks: choose one")
 
 
 def _bytes(value: Any) -> bytes:

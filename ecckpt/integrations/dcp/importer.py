@@ -1,8 +1,9 @@
-"""A folder of ``torch.distributed.checkpoint`` as a run: ``ecckpt import RUN DIR``.
+"""Imports a folder of DCP as a run: ``ecckpt import RUN DIR``.
 
-The folder's ``.metadata`` is a pickle, and so is the head of everything in its files. Their opcodes
-are followed (`opcodes.py`), nothing is unpickled. What is saved is what ``Writer`` would have saved
-from one rank: ``dcp.load`` with a ``Reader`` takes it, on any number of ranks.
+The folder's ``.metadata`` and the head of each entry in its files are pickles. Nothing is
+unpickled: ``pickle_opcodes.py`` interprets the opcodes as data. The run gets the checkpoint that
+``Writer`` would have saved from one rank; ``dcp.load`` with a ``Reader`` loads it on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from ecckpt.client.config import NodeConfig
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.errors import EcckptError, InvalidFolder
 from ecckpt.format.ids import check_name
-from ecckpt.integrations.dcp.pickle_opcodes import MALFORMED, Made, Name, Pairs, read_opcodes
+from ecckpt.integrations.dcp.pickle_opcodes import (
+    MALFORMED,
+    Name,
+    Pairs,
+    PickledCall,
+    read_opcodes,
+)
 from ecckpt.integrations.dcp.plan_shard import NOTES, DcpNotes, uncovered
 from ecckpt.integrations.dcp.torch_archive import read_archive
 from ecckpt.integrations.safetensors.importer import SAVE_TIMEOUT_S, Imported, require_new
 from ecckpt.state.snapshot.plan import plan_shard
 
-_METADATA_BYTES_MAX = 1 << 30
+_METADATA_BYTES_MAX = 1 << 30  # bounds the memory that a damaged folder can take
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A box of a tensor, or (without offset) a value."""
+    """A box of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -41,7 +48,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One name of the checkpoint. A value has no ``shape``."""
+    """One name of the checkpoint. ``shape`` is that of a tensor; None for a value."""
 
     shape: tuple[int, ...] | None
     chunks: tuple[_Chunk, ...]
@@ -49,7 +56,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the archive of a box or value lies."""
+    """Where the ``torch.save`` archive of a box or value lies: file, offset and length in bytes."""
 
     file: str
     offset: int
@@ -58,7 +65,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """A folder's metadata. Places are by name and offset (None: a value)."""
+    """The parsed metadata of a folder.
+
+    The key of a place is (name, offset of the box); the offset of a value is None.
+    """
 
     entries: dict[str, _Entry]
     places: dict[tuple[str, tuple[int, ...] | None], _Place]
@@ -73,15 +83,19 @@ def import_dcp(
     agents: Sequence[str] = (),
     step: int = 0,
 ) -> Imported:
-    """Save what ``folder`` holds as the first generation of ``run``, of a single rank.
+    """Save the content of ``folder`` as the first generation of a new run with one rank.
 
-    ``root`` is the folder of this node's agent, which is started if none runs; ``agents`` are
-    further ones to hold fragments. Tensors that lie in several boxes are put together in memory.
+    Args:
+        run: name of the run; the agents must not know it yet.
+        folder: a checkpoint of DCP. Tensors that consist of several boxes are joined in memory.
+        root: folder of this node's agent, which is started if it does not run.
+        agents: addresses of further agents, which hold fragments.
+        step: the training step of the generation.
 
     Raises:
-        InvalidFolder: no folder of DCP's, or one that is incomplete or damaged.
-        UnsupportedState: a value that only unpickling could make, by its name.
-        InvalidConfig: the agents know the run already.
+        InvalidFolder: the folder is not DCP's, incomplete or damaged.
+        UnsupportedState: a value that only unpickling could make; the message has its name.
+        InvalidConfig: an agent knows the run already.
     """
     check_name("run", run)
     state, notes = read_folder(folder)
@@ -106,18 +120,18 @@ def import_dcp(
         ticket.commit()
         tensors = [state[name] for name in state.keys() - set(notes.values)]
         return Imported(
-            run,
-            str(ticket.shard.generation),
-            len(tensors),
-            sum(tensor.nbytes for tensor in tensors),
-            checkpointer.promise,
+            run=run,
+            generation=str(ticket.shard.generation),
+            tensors=len(tensors),
+            total_bytes=sum(tensor.nbytes for tensor in tensors),
+            promise=checkpointer.promise,
         )
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], DcpNotes]:
-    """The tensors and values of a folder by DCP's names, and what a shard notes of them.
+    """Return the tensors and values of a folder by DCP's names, and their notes for a shard.
 
-    Tensors may look into the files and must not be written to. Raises as ``import_dcp`` does.
+    Tensors may be views of the mapped files: do not write to them. Raises as ``import_dcp`` does.
     """
     listing = _read_listing(folder)
     files = _Files(folder)
@@ -138,7 +152,7 @@ def _tensor(name: str, entry: _Entry, listing: _Listing, files: _Files) -> torch
     for chunk in entry.chunks:
         part = files.read(listing.places, name, chunk.offset)
         if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.shape:
-            raise InvalidFolder(f"{name}: a box that is no tensor of shape {list(chunk.shape)}")
+            raise InvalidFolder(f"{name}: a box is not a tensor of shape {list(chunk.shape)}")
         if chunk.shape == entry.shape:
             return part
         if whole is None:
@@ -150,12 +164,12 @@ def _tensor(name: str, entry: _Entry, listing: _Listing, files: _Files) -> torch
         for dim, (start, length) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
             box = box.narrow(dim, start, length)
         box.copy_(part)
-    assert whole is not None, "boxes fill their tensor: this was checked"
+    assert whole is not None, "_entry has checked that the boxes fill the tensor"
     return whole
 
 
 class _Files:
-    """The files of a folder, mapped when they are first asked for."""
+    """The files of a folder; a file is mapped at its first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -167,10 +181,10 @@ class _Files:
         name: str,
         offset: tuple[int, ...] | None,
     ) -> Any:
-        """A tensor or value."""
+        """Read a box of a tensor, or a value."""
         place = places.get((name, offset))
         if place is None:
-            raise InvalidFolder(f"{name}: the metadata does not tell where it lies")
+            raise InvalidFolder(f"{name}: the metadata has no place for it")
         data = self._map(place.file)[place.offset : place.offset + place.length]
         if len(data) != place.length:
             raise InvalidFolder(f"{self._folder / place.file} is cut off: {name} lies beyond")
@@ -227,8 +241,8 @@ def _entry(name: str, node: Any) -> _Entry:
     fields = _fields(node, "TensorStorageMetadata")
     shape = _sizes(fields["size"])
     chunks = []
-    for each in fields["chunks"]:
-        box = _fields(each, "ChunkStorageMetadata")
+    for node_of_chunk in fields["chunks"]:
+        box = _fields(node_of_chunk, "ChunkStorageMetadata")
         chunk = _Chunk(_sizes(box["offsets"]), _sizes(box["sizes"]))
         if not len(chunk.offset) == len(chunk.shape) == len(shape) or any(
             start + length > size
@@ -246,19 +260,19 @@ def _place(name: str, node: Any) -> _Place:
     fields = _fields(node, "_StorageInfo")
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if _text(file) in ("", ".", "..") or "/" in file or "\0" in file:
-        raise InvalidFolder(f"{name}: lies in {file!r:.80}, which is no file of this folder")
+        raise InvalidFolder(f"{name}: lies in {file!r:.80}, which is not a file of this folder")
     if fields.get("transform_descriptors"):
-        raise InvalidFolder(f"{name}: was transformed when it was written (compressed, encrypted)")
+        raise InvalidFolder(f"{name}: is stored transformed (compressed or encrypted)")
     return _Place(file, *_sizes((offset, length)))
 
 
 def _kind(node: Any) -> str:
-    """The name of an instance's class; what module it is from has changed over the years."""
-    return node.call.name if isinstance(node, Made) and isinstance(node.call, Name) else ""
+    """Return the class name of a pickled instance; versions of torch use different modules."""
+    return node.call.name if isinstance(node, PickledCall) and isinstance(node.call, Name) else ""
 
 
 def _fields(node: Any, kind: str) -> dict[str, Any]:
-    """The attributes of an instance of that class, which was made without arguments."""
+    """Return the attributes of a pickled instance; ``ValueError`` if its class is not ``kind``."""
     if _kind(node) != kind:
         raise ValueError(f"{_kind(node) or type(node).__name__!r:.40} where {kind} should be")
     return {_text(name): value for name, value in _pairs(node.state)}
@@ -266,7 +280,7 @@ def _fields(node: Any, kind: str) -> dict[str, Any]:
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
     if not isinstance(node, Pairs):
-        raise TypeError("no dict")
+        raise TypeError("not a dict")
     return node.pairs
 
 
@@ -274,11 +288,11 @@ def _sizes(node: Any) -> tuple[int, ...]:
     if _kind(node) == "Size":
         (node,) = node.args
     if type(node) is not tuple or not all(type(n) is int and 0 <= n < 2**63 for n in node):
-        raise TypeError("no sizes")
+        raise TypeError("not a tuple of sizes")
     return node
 
 
 def _text(node: Any) -> str:
     if type(node) is not str:
-        raise TypeError("no text")
+        raise TypeError("not a text")
     return node

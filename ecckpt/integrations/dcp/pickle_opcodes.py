@@ -1,7 +1,8 @@
-"""The opcodes of a pickle, followed without unpickling: what comes out is data, whatever is in it.
+"""Interprets the opcodes of a pickle as data, without unpickling.
 
-Nothing is imported, looked up or called. Where unpickling would name or call something, there is a
-``Name`` or a ``Made`` that says so, and whoever reads them decides what they mean.
+Unpickling can run any code. This interpreter imports, looks up and calls nothing. Where unpickling
+would import a name or call something, the result has a ``Name`` or a ``PickledCall``, and the
+callers (``torch_archive.py``, ``importer.py``) decide which of them they accept.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass, field
 from pickletools import genops
 from typing import Any
 
-# Whatever the opcodes of a broken pickle make this module raise.
+# The exceptions that malformed opcodes cause in `genops` and in the methods below.
 MALFORMED = (ValueError, TypeError, LookupError, OverflowError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Something that the pickle wants from a module."""
+    """A name that the pickle would import from a module."""
 
     module: str
     name: str
@@ -28,22 +29,25 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Pairs:
-    """A dict, as the pairs that were set."""
+    """A dict, as the list of pairs that the pickle sets in it."""
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class Members:
-    """A set or frozenset, as what was added."""
+    """A set or frozenset, as the list of items that the pickle adds."""
 
     frozen: bool
     items: list[Any] = field(default_factory=list)
 
 
-@dataclass(eq=False, slots=True)
-class Made:
-    """What ``call(*args)`` would return, with what was put into it afterwards."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class PickledCall:
+    """The result of ``call(*args)``, with what the pickle puts into it afterwards.
+
+    ``state`` is set by ``__setstate__``, ``items`` are appended, ``pairs`` are set.
+    """
 
     call: Any
     args: Any
@@ -54,42 +58,47 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Something that lies outside of the pickle, under this id."""
+    """A persistent id: an object outside the pickle, such as a storage."""
 
     id: Any
 
 
 def read_opcodes(data: bytes) -> Any:
-    """What a pickle describes: scalars, text, bytes, lists, tuples, and the classes above.
+    """Return what a pickle describes: scalars, text, bytes, lists, tuples, and the classes above.
 
-    What it allocates is bounded by the length of ``data``; parts may be shared, or contain
-    themselves. Raises ``ValueError`` for what is no pickle, or has opcodes that plain data and
-    instances of classes do not need.
+    The memory that it allocates is bounded by the length of ``data``. Parts of the result may be
+    shared, or contain themselves.
+
+    Raises:
+        ValueError: the bytes are not a pickle, or have opcodes that plain data and instances of
+            classes do not need.
     """
     machine = _Machine()
     try:
         for opcode, argument, _ in genops(data):
             if opcode.name == "STOP":
                 return machine.pop()
-            machine.step(opcode.name, argument)
+            machine.execute(opcode.name, argument)
     except MALFORMED as error:
-        raise ValueError(f"no pickle that can be read: {error!r:.120}") from error
-    raise ValueError("a pickle without an end")
+        raise ValueError(f"the pickle cannot be read: {error!r:.120}") from error
+    raise ValueError("the pickle has no end")
 
 
 class _Mark:
-    """Where a list of arguments begins on the stack."""
+    """The value on the stack that marks where a list of arguments begins."""
 
 
 _MARK = _Mark()
 
 
 class _Machine:
+    """The stack machine of pickle: a stack, and a memo of values that are used again."""
+
     def __init__(self) -> None:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
-    def step(self, name: str, argument: Any) -> None:
+    def execute(self, name: str, argument: Any) -> None:
         if name in _CONSTANTS:
             self._push(_CONSTANTS[name])
         elif name in _ARGUMENTS:
@@ -102,7 +111,7 @@ class _Machine:
     def pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise ValueError("a mark where a value should be")
+            raise ValueError("a mark in the place of a value")
         return value
 
     def _push(self, value: Any) -> None:
@@ -145,16 +154,16 @@ class _Machine:
 
     def append(self, values: list[Any]) -> None:
         target = self._top()
-        if isinstance(target, Made | Members):
+        if isinstance(target, PickledCall | Members):
             target = target.items
         if not isinstance(target, list):
-            raise TypeError("items for what is no list")
+            raise TypeError("items are added to something that is not a list")
         target += values
 
     def set_pairs(self, values: list[Any]) -> None:
         target = self._top()
-        if not isinstance(target, Pairs | Made):
-            raise TypeError("pairs for what is no dict")
+        if not isinstance(target, Pairs | PickledCall):
+            raise TypeError("pairs are set in something that is not a dict")
         target.pairs += _paired(values)
 
     def one_pair(self, _: Any) -> None:
@@ -170,17 +179,17 @@ class _Machine:
     def named_from_stack(self, _: Any) -> None:
         name, module = self.pop(), self.pop()
         if type(name) is not str or type(module) is not str:
-            raise TypeError("a name that is no text")
+            raise TypeError("a name is not a text")
         self._push(Name(module, name))
 
     def called(self, _: Any) -> None:
         args, call = self.pop(), self.pop()
-        self._push(Made(call, args))
+        self._push(PickledCall(call=call, args=args))
 
     def built(self, _: Any) -> None:
         state, target = self.pop(), self._top()
-        if not isinstance(target, Made):
-            raise TypeError("a state for what is no instance")
+        if not isinstance(target, PickledCall):
+            raise TypeError("a state is set on something that is not an instance")
         target.state = state
 
     def outside(self, _: Any) -> None:

@@ -1,8 +1,9 @@
-"""What DCP planned, as the state of a shard, and shards as the metadata that DCP plans from.
+"""Translates DCP's plans into the state of a shard, and shards into metadata for DCP.
 
-A shard that DCP's planner filled is a flat dict: DCP's names, each with the tensor (or the boxes of
-one) or value that this rank writes, and under ``NOTES`` what the names do not tell. There is no
-other metadata: a reader makes DCP's own from the shards of all ranks.
+``writer.py`` uses the first half, ``reader.py`` the second, ``export.py`` and ``importer.py`` the
+notes. The state of a shard that was saved through DCP is a flat dict (docs/FORMAT.md): under each
+of DCP's names the tensor, its boxes, or the value that this rank writes, and ``DcpNotes`` under
+``NOTES``. There is no other metadata: a reader makes DCP's from the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ Sizes = tuple[int, ...]
 
 NOTES = "dcp%notes"
 _FORMAT = 1
-_INDEX_MAX = 1 << 20  # of an element of a list: torch makes lists that long from a path
+_INDEX_MAX = 1 << 20  # bounds the list that torch makes from a path with a list index in it
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_OWN_NAME = "give each rank a name of its own for it"
+_HINT_RENAME = "give each rank a name of its own for it"
 
 
 @dataclass(frozen=True, slots=True)
 class DcpNotes:
-    """What a shard says beside its entries.
+    """What a shard stores beside its entries.
 
-    ``values`` are the names that hold values (all others hold tensors), ``paths`` where names stood
-    in the nested state, ``digests`` what this rank had under each name that is not sharded, whether
-    it was the one to write it or not.
+    Attributes:
+        values: the names that have values; all others have tensors.
+        paths: the keys in the nested state that a name joins.
+        digests: CRC-32 of what this rank had under each name that is not sharded, whether this rank
+            was the one to write it or not. They must be equal on all ranks.
     """
 
     values: tuple[str, ...] = ()
@@ -55,7 +58,7 @@ class DcpNotes:
     digests: Mapping[str, int] = field(default_factory=dict)
 
     def render(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the notes as plain values, which a shard can hold."""
         return {
             "format": _FORMAT,
             "values": list(self.values),
@@ -64,8 +67,11 @@ class DcpNotes:
         }
 
     @classmethod
-    def take(cls, tree: dict[Any, Any]) -> DcpNotes | None:
-        """Out of a shard's tree; None if DCP did not plan it. ``CorruptFragment`` if malformed."""
+    def pop_from(cls, tree: dict[Any, Any]) -> DcpNotes | None:
+        """Remove the notes from a shard's tree and parse them.
+
+        None: the shard was not saved through DCP. Raises ``CorruptFragment`` for malformed notes.
+        """
         fields = tree.pop(NOTES, None)
         if fields is None:
             return None
@@ -81,25 +87,25 @@ class DcpNotes:
                 },
             )
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise CorruptFragment(f"notes of DCP's that cannot be read: {error}") from error
+            raise CorruptFragment(f"the DCP notes of a shard cannot be read: {error}") from error
 
     @staticmethod
     def checked_paths(pairs: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str | int, ...]]:
-        """``paths`` from outside; ``TypeError`` or ``ValueError`` if they cannot be some."""
+        """Check untrusted ``paths``; raises ``TypeError`` or ``ValueError`` for malformed ones."""
         return {_checked(name, str): _path(name, at) for name, at in pairs}
 
 
 def check_id(given: str | os.PathLike[str] | None, own: str) -> None:
-    """Raise ``InvalidConfig`` for a ``checkpoint_id`` that is not what run and step say."""
+    """Raise ``InvalidConfig`` for a ``checkpoint_id`` other than "run/step"."""
     if given is not None and os.fspath(given) != own:
         raise InvalidConfig(
             f"checkpoint_id={os.fspath(given)!r:.80}, but this is {own}",
-            hint="leave checkpoint_id out: run and step say which checkpoint it is",
+            hint="leave checkpoint_id out: run and step identify the checkpoint",
         )
 
 
 def uncovered(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> str:
-    """Why boxes (offset, shape) within a tensor do not fill it, each element once; else empty."""
+    """Return why boxes (offset, shape) do not fill a tensor exactly once; empty if they do."""
     full = [(offset, box) for offset, box in boxes if 0 not in box]
     have, need = sum(math.prod(box) for _, box in full), math.prod(shape)
     if have != need or not boxes:
@@ -107,8 +113,8 @@ def uncovered(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> str:
     if len(full) > 1:
         starts = np.array([offset for offset, _ in full], np.int64)
         ends = starts + np.array([box for _, box in full], np.int64)
-        meet = ((starts[:, None] < ends) & (starts < ends[:, None])).all(axis=2)
-        if meet.sum() > len(full):
+        overlap = ((starts[:, None] < ends) & (starts < ends[:, None])).all(axis=2)
+        if overlap.sum() > len(full):  # each box overlaps itself
             return "some elements were saved twice, and others not"
     return ""
 
@@ -119,12 +125,21 @@ def uncovered(shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]) -> str:
 def shard_state(
     plan: SavePlan, planner: SavePlanner, *, ranks: int
 ) -> tuple[dict[str, Any], dict[Path, Sharding], DcpNotes]:
-    """The state that this rank's shard holds, the boxes among its tensors, and its notes.
+    """Make the state of this rank's shard from DCP's plan.
 
-    Where others of so many ``ranks`` have the same names, the notes have digests to compare.
+    Tensors come from the planner's ``resolve_data``. Values are looked up in the planner: they are
+    not pickled.
 
-    Tensors are the planner's (``resolve_data``), values are looked up in it: they are not pickled.
-    Raises ``UnsupportedState`` for what cannot be stored.
+    Args:
+        plan: what this rank writes.
+        planner: DCP's planner of this save.
+        ranks: number of all ranks. With more than one, the notes have digests to compare.
+
+    Returns:
+        The state, the boxes of its tensors by path (see ``plan_shard`` of the snapshot), the notes.
+
+    Raises:
+        UnsupportedState: something in the plan cannot be stored.
     """
     pieces: dict[str, list[tuple[torch.Tensor, Sharding | None]]] = {}
     values: dict[str, Any] = {}
@@ -149,7 +164,7 @@ def shard_state(
 
 
 def disagreements(digests: Iterable[Mapping[str, int]]) -> list[str]:
-    """Names that are not sharded and not the same on all ranks that have them."""
+    """Compare the digests of all ranks, in order; return a text for each name that differs."""
     first: dict[str, tuple[int, int]] = {}
     problems: dict[str, str] = {}
     for rank, own in enumerate(digests):
@@ -159,7 +174,7 @@ def disagreements(digests: Iterable[Mapping[str, int]]) -> list[str]:
                 problems.setdefault(
                     name,
                     f"{name}: not the same on rank {owner} and rank {rank}, and DCP keeps one of "
-                    f"them; {_OWN_NAME}",
+                    f"them; {_HINT_RENAME}",
                 )
     return list(problems.values())
 
@@ -168,7 +183,11 @@ def _piece(item: WriteItem, planner: SavePlanner) -> tuple[torch.Tensor, Shardin
     name, data = item.index.fqn, item.tensor_data
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor) or data is None or data.chunk is None:
-        raise UnsupportedState(name, "what the planner made of a tensor", hint="give a tensor")
+        raise UnsupportedState(
+            name,
+            f"a {type(tensor).__name__} that the planner returned for a tensor",
+            hint="the planner's resolve_data must return a tensor",
+        )
     tensor = tensor.detach()
     if tuple(tensor.shape) != tuple(data.chunk.sizes):
         kind = f"a part of shape {list(tensor.shape)} planned as {list(data.chunk.sizes)}"
@@ -200,7 +219,10 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def _paths(plan: SavePlan) -> dict[str, tuple[str | int, ...]]:
-    """Where the names of this plan stood; only DCP's own form of that is known."""
+    """Return the place of each planned name in the nested state, if the planner tells it.
+
+    Other planner data than that of DCP's own planner cannot be stored.
+    """
     if plan.planner_data is None:
         return {}
     try:
@@ -214,7 +236,7 @@ def _paths(plan: SavePlan) -> dict[str, tuple[str | int, ...]]:
 def _path(name: str, path: Iterable[Any]) -> tuple[str | int, ...]:
     keys = tuple(path)
     if ".".join(map(str, keys)) != name or not keys:
-        raise ValueError(f"a path that does not spell {name!r:.80}")
+        raise ValueError(f"a path that does not join to {name!r:.80}")
     for key in keys:
         if type(key) is not str and not (type(key) is int and 0 <= key < _INDEX_MAX):
             raise ValueError(f"{key!r:.40} in the path of {name!r:.80}")
@@ -223,21 +245,25 @@ def _path(name: str, path: Iterable[Any]) -> tuple[str | int, ...]:
 
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+        raise TypeError(f"{value!r:.40} is not of type {kind.__name__}")
     return value
 
 
 def _digests(planner: SavePlanner) -> dict[str, int]:
-    """Of all that DCP takes for the same on all ranks, as far as the planner shows its state."""
+    """Return a CRC-32 of each value and plain tensor in the planner's state.
+
+    DCP assumes that these are equal on all ranks and writes those of one rank. ``disagreements``
+    checks it. A planner without ``state_dict`` gives no digests.
+    """
     digests = {}
     for name, value in getattr(planner, "state_dict", {}).items():
         if isinstance(value, torch.Tensor) and type(value) not in _PLAIN_TENSORS:
-            continue  # sharded; or refused when it is to be stored
+            continue  # sharded, or a class that `_piece` refuses if this rank has to write it
         _check_value(name, value)
         flat = flatten({name: value})
         digest = zlib.crc32(flat.tree)
         for tensor, path in zip(flat.tensors, flat.paths, strict=True):
-            part_of(tensor, path, Shardings())  # refuses what has no plain bytes
+            part_of(tensor, path, Shardings())  # raises for tensors without plain bytes
             digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)} ".encode(), digest)
             digest = zlib.crc32(_raw(tensor), digest)
         digests[name] = digest
@@ -246,7 +272,8 @@ def _digests(planner: SavePlanner) -> dict[str, int]:
 
 def _raw(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not view(-1): of a single element that keeps any stride, and cannot be viewed as bytes.
+    # Not view(-1): for a single element it keeps whatever stride the tensor has, and torch views
+    # only tensors of stride 1 as bytes.
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     raw: Any = flat.numpy()
     return memoryview(raw)
@@ -257,10 +284,12 @@ def _raw(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A generation as DCP sees it, and where things are.
+    """The content of a generation for DCP.
 
-    ``tensors`` maps name and offset to the rank that saved this box and its name in that rank's
-    shard; ``values`` maps names to ranks and what their shards have there.
+    Attributes:
+        metadata: DCP's, for planning.
+        tensors: (name, offset of a box) -> (rank that saved it, name in that rank's shard).
+        values: name -> (rank that saved it, node of that rank's tree).
     """
 
     metadata: Metadata
@@ -269,54 +298,57 @@ class Contents:
 
 
 def read_contents(trees: Iterable[dict[Any, Any]]) -> Contents:
-    """What the shards of a generation hold, given their trees in the order of the ranks.
+    """Make DCP's metadata from the trees of all shards, in the order of the ranks.
 
-    Raises ``StateMismatch`` where ``Checkpointer.save`` wrote them, where ranks disagree on what is
-    not sharded, and for boxes that do not make up their tensor.
+    Raises:
+        StateMismatch: the generation was not saved through DCP, ranks differ in something that is
+            not sharded, or boxes do not fill their tensor.
+        CorruptFragment: a tree that ``shard_state`` cannot have made.
     """
-    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     tensors: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     values: dict[str, tuple[int, Any]] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     digests = []
     for rank, tree in enumerate(trees):
-        notes = DcpNotes.take(tree)
+        notes = DcpNotes.pop_from(tree)
         if notes is None:
             raise StateMismatch(
                 [
-                    f"rank {rank}: not saved through DCP: Checkpointer.restore() takes it, and "
-                    "ecckpt export --to dcp makes a folder of it"
+                    f"rank {rank}: not saved through DCP: load it with Checkpointer.restore(), or "
+                    "make a DCP folder with ecckpt export --to dcp"
                 ]
             )
         digests.append(notes.digests)
         paths |= notes.paths
         for name, node in tree.items():
             if name in notes.values:
-                found[name], values[name] = BytesStorageMetadata(), (rank, node)
+                entries[name], values[name] = BytesStorageMetadata(), (rank, node)
                 continue
             if node == []:
-                raise CorruptFragment(f"{name!r:.80}: no part of it")
+                raise CorruptFragment(f"{name!r:.80}: a tensor without boxes")
             for stored in node if isinstance(node, list) else [node]:
-                offset = _add_chunk(found, name, stored)
+                offset = _add_chunk(entries, name, stored)
                 tensors[name, offset] = rank, stored.name
-    problems = disagreements(digests) + _gaps(found)
+    problems = disagreements(digests) + _gaps(entries)
     if problems:
         raise StateMismatch(problems)
-    planner_data = {name: paths[name] for name in found if name in paths} or None
-    return Contents(Metadata(found, planner_data), tensors, values)
+    planner_data = {name: paths[name] for name in entries if name in paths} or None
+    return Contents(Metadata(entries, planner_data), tensors, values)
 
 
-def _add_chunk(found: dict[str, Any], name: str, stored: Any) -> tuple[int, ...]:
+def _add_chunk(entries: dict[str, Any], name: str, stored: Any) -> tuple[int, ...]:
+    """Add a stored box to DCP's metadata of its tensor; return the offset of the box."""
     if type(name) is not str or type(stored) is not StoredTensor:
         raise CorruptFragment(f"{name!r:.80} is neither a tensor nor noted as a value")
     local = tuple(stored.shape)
     box = stored.sharding or box_of(local, (0,) * len(local))
     shape, offset = box.shape, box.offset or ()
     if not len(offset) == len(local) == len(shape) or any(
-        at + size > whole for at, size, whole in zip(offset, local, shape, strict=True)
+        begin + size > whole for begin, size, whole in zip(offset, local, shape, strict=True)
     ):
-        raise CorruptFragment(f"{name!r:.80}: a part that is no box of its tensor")
-    known = found.setdefault(
+        raise CorruptFragment(f"{name!r:.80}: a part is not a box of its tensor")
+    known = entries.setdefault(
         name,
         TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(shape), []),
     )
@@ -328,12 +360,15 @@ def _add_chunk(found: dict[str, Any], name: str, stored: Any) -> tuple[int, ...]
     return offset
 
 
-def _gaps(found: Mapping[str, Any]) -> list[str]:
-    """DCP's planner would leave what no box covers as it is, without a word."""
+def _gaps(entries: Mapping[str, Any]) -> list[str]:
+    """Return a text for each tensor that its boxes do not fill.
+
+    DCP's load planner does not check it: elements without a box would keep their live values.
+    """
     problems = []
-    for name, about in found.items():
-        if isinstance(about, TensorStorageMetadata):
-            boxes = [(tuple(each.offsets), tuple(each.sizes)) for each in about.chunks]
-            problem = uncovered(tuple(about.size), boxes)
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            problem = uncovered(tuple(entry.size), boxes)
             problems += [f"{name}: {problem}"] if problem else []
     return problems

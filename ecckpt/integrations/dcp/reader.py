@@ -1,4 +1,7 @@
-"""The reading half of torch_dcp: the boxes that DCP asks for, out of the shards of all ranks."""
+"""``Reader``: DCP's ``StorageReader``; reads the boxes that DCP asks for from all ranks' shards.
+
+Users import it from ``ecckpt.integrations.torch_dcp``.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +40,32 @@ from ecckpt.state.tree.resolving import resolve
 
 _log = logging.getLogger(__name__)
 
-_PARALLEL_HEADERS = 8
-_NAMES_SHOWN = 8
+_PARALLEL_HEADERS = 8  # headers of shards read at once: a round trip each, few bytes
+_NAMES_SHOWN = 8  # a warning lists at most so many names
 
 
 class Reader(StorageReader):
-    """Reads what ``Writer`` saved, on any number of ranks; made by all ranks at every start.
+    """Reads what ``Writer`` saved, on any number of ranks.
 
-    Making it begins a new timeline, as ``Checkpointer.restore`` does, and finds the newest
-    generation that survives (or that of ``step``). Each rank reads the boxes that DCP asks for:
-    from this node or its peers, decoded where holders are gone, every block proven. It may serve
-    several ``dcp.load``; once the run has committed a newer checkpoint it is of no more use.
+    All ranks make one at each start of the program, before the first save. Making it begins a new
+    timeline, as ``Checkpointer.restore`` does, and chooses the newest generation that survives (or
+    that of ``step``). Each rank reads the boxes that DCP asks for, from this node or its peers, and
+    decodes those whose holders are lost; the CRC32C of each block is checked. One reader may serve
+    several ``dcp.load``, until the run commits a newer checkpoint.
 
-    Values come out of the shard without pickle and go where DCP's ``DefaultLoadPlanner`` would put
-    them. A tensor must have the dtype it was saved with: DCP would convert without a word.
+    Values are not pickled; they are put where DCP's ``DefaultLoadPlanner`` would put them. A tensor
+    must have the dtype that it was saved with, because DCP would convert it silently.
+
+    Args:
+        checkpointer: of this rank.
+        step: the training step to load (default: the newest).
 
     Attributes:
-        step: of what was found; None if the run never saved anything.
+        step: of the chosen generation; None if the run has never saved anything.
         generation, saved_by, margin, rejected: as in ``Restored``.
 
-    Raises ``NothingToRestore``, ``RankTimeout``: on all ranks alike.
+    Raises:
+        NothingToRestore, RankTimeout: on all ranks alike.
     """
 
     def __init__(self, checkpointer: Checkpointer, *, step: int | None = None) -> None:
@@ -76,14 +85,14 @@ class Reader(StorageReader):
     # -- DCP's calls, in their order --------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The generation is chosen already; any id but its own is refused (``InvalidConfig``)."""
+        """Accept no ``checkpoint_id`` but that of the chosen generation (``InvalidConfig``)."""
         check_id(checkpoint_id, f"{self._run}/{self.step}")
 
     def read_metadata(self) -> Metadata:
-        """From the headers and values of all shards.
+        """Make DCP's metadata from the headers and values of all shards.
 
-        Takes no further arguments: with ``**kwargs`` DCP would go on without collectives on ranks
-        where this fails, and the others would wait for them.
+        The signature has no ``**kwargs`` on purpose. With them, DCP takes a failure on a rank as
+        "this rank has no metadata" and skips collectives there, in which the other ranks wait.
         """
         if self._contents is None:
             self._contents = self._open()
@@ -92,39 +101,42 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Note who speaks for all."""
+        """Store whether this rank is the coordinator, which logs for all ranks."""
         del metadata, args, kwargs
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     @collector_paused()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner asks for; everything is checked before the first byte is."""
+        """Fill the tensors and values of the plan; all checks come before the first change.
+
+        Raises ``StateMismatch`` if anything does not fit.
+        """
         assert self._contents is not None, "DCP reads the metadata first"
         self._extend_deadline()
         if self._is_coordinator:
             self._warn_of_rest(planner)
         wanted = [
-            _Wanted(item, planner.resolve_tensor(item).detach())
+            _WantedBox(item, planner.resolve_tensor(item).detach())
             for item in plan.items
             if item.type != LoadItemType.BYTE_IO
         ]
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        problems = [problem for each in wanted for problem in self._misfits(each)]
+        problems = [problem for box in wanted for problem in self._misfits(box)]
         problems += [problem for item in values for problem in _hidden_key(item, planner)]
         read = [(item, self._value(item.storage_index.fqn, problems)) for item in values]
         if problems:
             raise StateMismatch(problems)
         self._fill(wanted)
-        for each in wanted:
-            planner.commit_tensor(each.item, each.target)
+        for box in wanted:
+            planner.commit_tensor(box.item, box.target)
         for item, value in read:
             _put(planner, item, value)
         future: Future[None] = Future()
@@ -133,7 +145,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP cannot make a reader from an id."""
+        """Return False: DCP cannot make a reader from an id."""
         del checkpoint_id
         return False
 
@@ -146,12 +158,13 @@ class Reader(StorageReader):
         self._extend_deadline()
         peers = self._found.peers
         with ThreadPoolExecutor(_PARALLEL_HEADERS, thread_name_prefix="index") as pool:
-            readers = list(pool.map(lambda each: ShardReader(each, peers), self._found.shards))
+            readers = list(pool.map(lambda shard: ShardReader(shard, peers), self._found.shards))
             self._saved = list(pool.map(SavedShard, readers))
             trees = list(pool.map(lambda saved: saved.values().tree(), self._saved))
         return read_contents(trees)
 
     def _extend_deadline(self) -> None:
+        # The timeout bounds one call of DCP: the time between its calls is the program's own.
         if self._found is not None:
             self._found.peers.deadline_s = time.monotonic() + self._found.timeout_s
 
@@ -160,7 +173,7 @@ class Reader(StorageReader):
         assert index.offset is not None
         return self._contents.tensors[index.fqn, tuple(index.offset)]
 
-    def _misfits(self, wanted: _Wanted) -> list[str]:
+    def _misfits(self, wanted: _WantedBox) -> list[str]:
         index, target = wanted.item.dest_index, wanted.target
         rank, name = self._place(wanted.item.storage_index)
         dtype = self._saved[rank].dtype(name)
@@ -168,38 +181,38 @@ class Reader(StorageReader):
             return [f"{index.fqn}: saved as {dtype}, here {target.dtype}"]
         if tuple(target.shape) != tuple(wanted.item.lengths):
             shapes = f"{list(target.shape)} for {list(wanted.item.lengths)}"
-            return [f"{index.fqn}: the planner gives room of shape {shapes}"]
+            return [f"{index.fqn}: the planner returned a tensor of shape {shapes}"]
         return []
 
-    def _fill(self, wanted: list[_Wanted]) -> None:
-        """Shard by shard, so that of one at a time there is more in memory than what is asked."""
+    def _fill(self, wanted: list[_WantedBox]) -> None:
+        """Read and copy all boxes, shard by shard: whole blocks of only one are in memory."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         ranks: dict[int, None] = {}
-        for each in wanted:
-            rank, name = self._place(each.item.storage_index)
-            room = each.target
-            if not room.is_cpu or room.is_conj() or room.is_neg():
-                room = torch.empty(room.shape, dtype=room.dtype)
-                copies.append((each.target, room))
-            start = tuple(each.item.storage_offsets)
-            common = Common(start, (0,) * room.ndim, tuple(room.shape))
-            self._saved[rank].plan_copy(name, common, room)
+        for box in wanted:
+            rank, name = self._place(box.item.storage_index)
+            buffer = box.target
+            if not buffer.is_cpu or buffer.is_conj() or buffer.is_neg():
+                buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
+                copies.append((box.target, buffer))
+            start = tuple(box.item.storage_offsets)
+            common = Common(start, (0,) * buffer.ndim, tuple(buffer.shape))
+            self._saved[rank].plan_copy(name, common, buffer)
             ranks[rank] = None
         for rank in ranks:
             self._saved[rank].copy_planned()
             self._saved[rank].release()
-        for target, room in copies:
-            target.copy_(room)
+        for target, buffer in copies:
+            target.copy_(buffer)
 
     def _value(self, name: str, problems: list[str]) -> Any:
-        """A value as it was saved, with tensors in it of their own."""
+        """Return a saved value; tensors in it are copies, which the caller owns."""
         assert self._contents is not None
         rank, node = self._contents.values[name]
         saved = self._saved[rank]
 
         def make(stored: StoredTensor, path: Path) -> torch.Tensor:
             del path
-            saved.bring([stored.name])
+            saved.read_tensors([stored.name])
             return saved.tensor(stored.name).clone()
 
         def problem(path: Path, text: str) -> None:
@@ -208,6 +221,7 @@ class Reader(StorageReader):
         return resolve(replace_tensors(node, make), problem)
 
     def _warn_of_rest(self, planner: LoadPlanner) -> None:
+        """Log saved names that this load does not ask for: DCP ignores them silently."""
         assert self._contents is not None
         asked = getattr(planner, "state_dict", None)
         if asked is None:
@@ -219,22 +233,25 @@ class Reader(StorageReader):
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A box to read, and the memory it goes into."""
+class _WantedBox:
+    """A box to read, and the tensor that it goes into."""
 
     item: ReadItem
     target: torch.Tensor
 
 
 def _hidden_key(item: ReadItem, planner: LoadPlanner) -> Iterable[str]:
-    """DCP makes text of dict keys: under ``"1"`` it would put what belongs under ``1``."""
+    """Yield a problem if a value belongs under a dict key that is not a text.
+
+    DCP turns dict keys into texts: it would put the value of key 1 under the new key "1".
+    """
     name = item.dest_index.fqn
     node = getattr(planner, "original_state_dict", None)
     for key in getattr(planner, "mappings", {}).get(name, ()):
         if isinstance(node, dict):
             if key not in node:
                 if any(str(other) == key for other in node):
-                    yield f"{name}: under a dict key that is no text, where DCP puts no value"
+                    yield f"{name}: under a dict key that is not a text, where DCP puts no value"
                 return
             node = node[key]
         elif isinstance(node, list) and type(key) is int and key < len(node):
@@ -244,17 +261,17 @@ def _hidden_key(item: ReadItem, planner: LoadPlanner) -> Iterable[str]:
 
 
 def _put(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """What ``DefaultLoadPlanner.load_bytes`` does after it has unpickled."""
+    """Put a value into the state, as ``DefaultLoadPlanner.load_bytes`` does after unpickling."""
     name = item.dest_index.fqn
     if not isinstance(planner, DefaultLoadPlanner) or (
         type(planner).load_bytes is not DefaultLoadPlanner.load_bytes
     ):
         raise InvalidConfig(
-            f"{name}: {type(planner).__name__} wants a value as pickled bytes",
+            f"{name}: {type(planner).__name__} expects a value as pickled bytes",
             hint="derive the planner from DefaultLoadPlanner and leave load_bytes as it is",
         )
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], value)
     else:
-        # Its state_dict may be a copy of the caller's, in which torch would leave the value.
+        # `state_dict` may be a copy that the planner made; the caller has `original_state_dict`.
         planner.state_dict[name] = planner.original_state_dict[name] = value

@@ -1,7 +1,8 @@
-"""What ``torch.save`` wrote, as values and tensors, without unpickling.
+"""Reads archives of ``torch.save`` without unpickling; ``importer.py`` uses it.
 
-An archive is a zip file with a pickle in it, of which only the opcodes are followed, and the bytes
-of storages, which tensors look into. What a value may be is what a shard can hold.
+An archive is a zip file with a pickle (``data.pkl``) and the bytes of each storage. The pickle's
+opcodes are interpreted as data (``pickle_opcodes.py``); tensors are views of the storages. Values
+may be of the types that a shard can hold.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ import torch
 from ecckpt.errors import InvalidFolder, UnsupportedState
 from ecckpt.integrations.dcp.pickle_opcodes import (
     MALFORMED,
-    Made,
     Members,
     Name,
     Outside,
     Pairs,
+    PickledCall,
     read_opcodes,
 )
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.tree.values import DEPTH_MAX, FACTORIES, PLAIN
 
+# Limits against damaged or malicious archives.
 _PICKLE_BYTES_MAX = 1 << 28
-_NODES_LEAST = 1_000_000
-_LOCAL_HEADER_BYTES = 30
+_NODES_LEAST = 1_000_000  # values that any archive may have; a long pickle may have more
+
+_LOCAL_HEADER_BYTES = 30  # of a member in a zip file, without its name and extra field
 _BUILTINS = frozenset({"__builtin__", "builtins"})
-_DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# The dtype behind torch's (deprecated) storage classes, which pickles still name.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -53,10 +57,15 @@ _STORAGES = {
 
 
 def read_archive(buffer: memoryview, path: Path) -> Any:
-    """What the archive that fills ``buffer`` holds; its tensors are views of it.
+    """Read the archive that fills ``buffer``; its tensors are views of the buffer.
 
-    ``path`` is where it belongs, for messages. Raises ``InvalidFolder`` for what is no such
-    archive, ``UnsupportedState`` for anything that is neither a value nor a strided tensor.
+    Args:
+        buffer: the archive; owned by the caller, who keeps it alive and unchanged.
+        path: place of the value in the checkpoint, for error messages.
+
+    Raises:
+        InvalidFolder: the bytes are not an archive of ``torch.save``.
+        UnsupportedState: something in it is neither a value nor a strided tensor.
     """
     try:
         archive = _Archive(buffer)
@@ -66,12 +75,12 @@ def read_archive(buffer: memoryview, path: Path) -> Any:
         if isinstance(error, InvalidFolder | UnsupportedState):
             raise
         raise InvalidFolder(
-            f"{describe(path)}: no archive of torch.save: {error!r:.200}"
+            f"{describe(path)}: not an archive of torch.save: {error!r:.200}"
         ) from error
 
 
 class _Archive:
-    """The members of a zip file in memory, which torch stores as they are."""
+    """The members of a zip file in memory; torch stores them uncompressed."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
@@ -89,17 +98,19 @@ class _Archive:
             raise ValueError(f"byte order {order!r:.20}")
 
     def pickle(self) -> bytes:
-        """The pickle of it all."""
+        """Return the pickle of the whole value."""
         member = self.member("data.pkl")
         if len(member) > _PICKLE_BYTES_MAX:
             raise ValueError(f"a pickle of {len(member):,} bytes")
         return bytes(member)
 
     def member(self, name: str) -> memoryview:
-        """The bytes of a member, where they are."""
+        """Return a view of a member's bytes in the buffer."""
         info = self._members[name]
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"member {name!r:.80} is compressed")
+        # The local header may have another extra field than the directory: torch pads it there, to
+        # align the data.
         header = self._buffer[info.header_offset :][:_LOCAL_HEADER_BYTES]
         name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
         start = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
@@ -110,7 +121,7 @@ class _Archive:
 
 
 class _Window(io.RawIOBase):
-    """A buffer as a file, without a copy of it."""
+    """A buffer as a file object, without a copy."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
@@ -138,15 +149,20 @@ class _Window(io.RawIOBase):
 
 
 class _Reader:
+    """Turns the nodes of ``read_opcodes`` into values and tensors."""
+
     def __init__(self, archive: _Archive, pickled_bytes: int) -> None:
         self._archive = archive
-        # A list that a few bytes refer to many times is made as often.
+        # A pickle can refer to one list many times with few bytes, and each reference makes a copy
+        # here: without a limit, nesting would multiply them.
         self._nodes_left = max(_NODES_LEAST, 2 * pickled_bytes)
 
     def value(self, node: Any, path: Path) -> Any:
         self._nodes_left -= 1
         if self._nodes_left < 0 or len(path) > DEPTH_MAX + 8:
-            raise UnsupportedState(describe(path[:4]), "values this many or this deep", hint=_LEAVE)
+            raise UnsupportedState(
+                describe(path[:4]), "values this many or this deep", hint=_HINT_REPLACE
+            )
         if node is None or type(node) in (bool, int, float, str, bytes):
             return node
         if isinstance(node, list | tuple):
@@ -157,8 +173,12 @@ class _Reader:
             return (frozenset if node.frozen else set)(self._items(node.items, path))
         if isinstance(node, Name):
             return self._constant(node, path)
-        if isinstance(node, Made) and isinstance(node.call, Name) and type(node.args) is tuple:
-            return self._made(node, path)
+        if (
+            isinstance(node, PickledCall)
+            and isinstance(node.call, Name)
+            and type(node.args) is tuple
+        ):
+            return self._call_result(node, path)
         raise _refused(node, path)
 
     def _items(self, nodes: Any, path: Path) -> list[Any]:
@@ -177,7 +197,8 @@ class _Reader:
             raise _refused(node, path)
         return dtype
 
-    def _made(self, node: Made, path: Path) -> Any:
+    def _call_result(self, node: PickledCall, path: Path) -> Any:
+        """Make what a pickled call returns, for the functions and classes that torch uses."""
         call, args = node.call, node.args
         if call.module == "torch._utils" and call.name in _TENSORS:
             return _TENSORS[call.name](self, args, path)
@@ -198,7 +219,7 @@ class _Reader:
         if name == "encode":
             text, encoding = args
             if type(text) is not str or encoding != "latin1":
-                raise ValueError("bytes in another form than torch writes")
+                raise ValueError("bytes in a form that torch does not write")
             return text.encode("latin1")
         items = self._items(args, path)
         if name == "complex":
@@ -207,10 +228,10 @@ class _Reader:
         (content,) = items or [b""]
         wanted = bytes if name in ("bytes", "bytearray") else list
         if type(content) is not wanted:
-            raise ValueError(f"{name} of something else than {wanted.__name__}")
+            raise ValueError(f"{name} of a {type(content).__name__}, not of {wanted.__name__}")
         return _PLAIN[name](content)
 
-    def _dict(self, node: Made, path: Path) -> Any:
+    def _dict(self, node: PickledCall, path: Path) -> Any:
         pairs = self._pairs(node.pairs, path)
         if node.call.name == "OrderedDict":
             return OrderedDict(pairs)
@@ -231,7 +252,7 @@ class _Reader:
     def _parameter(self, args: tuple[Any, ...], path: Path) -> torch.Tensor:
         value = self.value(args[0], path)
         if not isinstance(value, torch.Tensor):
-            raise TypeError("a parameter that is no tensor")
+            raise TypeError("a parameter is not a tensor")
         return value
 
     def _tensor(self, args: tuple[Any, ...], path: Path) -> torch.Tensor:
@@ -248,7 +269,7 @@ class _Reader:
             raise TypeError("a tensor without a storage")
         kind, storage, key, _, _ = outside.id
         if kind != "storage" or not isinstance(storage, Name) or type(key) is not str:
-            raise TypeError("a storage that is none")
+            raise TypeError("a malformed reference to a storage")
         dtype = dtype or _STORAGES.get(storage.name)
         if dtype is None:
             raise _refused(storage, path)
@@ -258,13 +279,15 @@ class _Reader:
         count = len(data) // dtype.itemsize
         last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
         if 0 not in shape and start + last >= count:
-            raise ValueError(f"a tensor of shape {shape} in {count} elements")
+            raise ValueError(f"a tensor of shape {shape} in a storage of {count} elements")
         if 0 in shape:
             return torch.empty(math.prod(shape), dtype=torch.uint8).view(dtype).view(shape)
-        with warnings.catch_warnings():  # nobody writes through these views
+        # torch warns that writing to a read-only buffer is undefined; these views are only read.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             flat = torch.frombuffer(data, dtype=torch.uint8)[: count * dtype.itemsize]
-        if flat.data_ptr() % dtype.itemsize:  # archives follow each other anyhow in a file
+        # DCP writes archives back to back, so a storage may be misaligned in memory.
+        if flat.data_ptr() % dtype.itemsize:
             flat = flat.clone()
         tensor = flat.view(dtype).as_strided(shape, steps, start)
         for flag in rest:
@@ -272,31 +295,31 @@ class _Reader:
         return tensor
 
     def _flagged(self, tensor: torch.Tensor, flags: Any, path: Path) -> torch.Tensor:
-        """Lazy bits of a view: conj and neg."""
-        found = self.value(flags, path) if flags is not None else {}
-        if not isinstance(found, dict) or not found.keys() <= {"conj", "neg"}:
+        """Apply the lazy flags of a view: conjugated, negated."""
+        bits = self.value(flags, path) if flags is not None else {}
+        if not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}:
             raise _refused(flags, path)
-        if found.get("conj"):
+        if bits.get("conj"):
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if found.get("neg") else tensor
+        return torch._neg_view(tensor) if bits.get("neg") else tensor
 
     def _sizes(self, sizes: Any) -> tuple[int, ...]:
-        if isinstance(sizes, Made) and str(sizes.call) == "torch.Size":
+        if isinstance(sizes, PickledCall) and str(sizes.call) == "torch.Size":
             (sizes,) = sizes.args
         if not isinstance(sizes, list | tuple) or not all(
             type(size) is int and 0 <= size < 2**63 for size in sizes
         ):
-            raise TypeError("sizes that are none")
+            raise TypeError("not a tuple of sizes")
         return tuple(sizes)
 
 
 def _refused(node: Any, path: Path) -> UnsupportedState:
-    what = node.call if isinstance(node, Made) else node
+    what = node.call if isinstance(node, PickledCall) else node
     named = what if isinstance(what, Name) else type(what).__name__
-    return UnsupportedState(describe(path), f"a pickled {named}", hint=_LEAVE)
+    return UnsupportedState(describe(path), f"a pickled {named}", hint=_HINT_REPLACE)
 
 
-_LEAVE = "load the folder with torch, replace this by plain values, and save it again"
+_HINT_REPLACE = "load the folder with torch, replace this by plain values, and save it again"
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "set": set,
     "frozenset": frozenset,

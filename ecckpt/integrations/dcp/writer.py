@@ -1,4 +1,11 @@
-"""The writing half of torch_dcp: this rank's part of DCP's plan becomes a shard, protected."""
+"""``Writer``: DCP's ``StorageWriter``; saves this rank's part of DCP's plan as a shard.
+
+Users import it from ``ecckpt.integrations.torch_dcp``. DCP calls, on each rank unless noted:
+
+    dcp.save         storage_meta -> reset -> set_up_storage_writer -> prepare_* -> write_data
+                     -> finish (coordinator only: checks the receipts of all ranks and commits)
+    dcp.async_save   stage (in the caller's thread), then as above in a thread or process of DCP
+"""
 
 from __future__ import annotations
 
@@ -36,7 +43,7 @@ from ecckpt.state.snapshot.plan import ShardPlan, plan_shard
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a rank tells the coordinator of its shard: protected, and what it had in common."""
+    """What a rank sends to the coordinator when its shard is protected."""
 
     generation: Generation
     rank: int
@@ -44,25 +51,28 @@ class Receipt:
 
 
 class Writer(StorageWriter):
-    """Saves one step: for one ``dcp.save`` or ``dcp.async_save``, on every rank of the run.
+    """Saves one step, by one ``dcp.save`` or ``dcp.async_save`` on each rank of the run.
 
-    The checkpoint is committed when DCP's call has returned (or its future is done); if it raises,
-    it is not, and the one before it is untouched. Saves queue: DCP's work for this one begins when
-    this rank's save before it is over, and ``async_save`` keeps its caller until then. It stages
-    the state itself, so it needs no ``async_stager``.
+    The checkpoint is committed when DCP's call has returned, or its future is done. If it raises,
+    nothing is committed and the previous checkpoint stays. Saves of a rank run one after another:
+    ``dcp.save`` and ``dcp.async_save`` block until the previous save of this rank has ended. The
+    writer is its own stager, so do not pass an ``async_stager``.
 
     Args:
-        checkpointer: of this rank; ``Reader`` (or ``restore``) came first. While DCP saves, its
-            own ``save`` is not to be called.
-        step: the training step, higher than that of the save before.
+        checkpointer: of this rank, after a ``Reader`` (or ``restore``) has been made with it. Do
+            not call its own ``save`` while DCP saves.
+        step: the training step, higher than that of the previous save.
 
-    Raises, in DCP's ``CheckpointException`` and on all ranks: ``UnsupportedState`` for what cannot
-    be stored, ``StateMismatch`` for what DCP takes for one thing and ranks have different ones of,
-    ``WrongOrder`` for a writer used twice, ``InvalidConfig`` for ``no_dist``, ``use_collectives``
-    or a process group that is not the run's, and what ``Checkpointer.save`` reports.
+    Raises (DCP wraps them in ``CheckpointException``, on all ranks):
+        UnsupportedState: something cannot be stored.
+        StateMismatch: ranks have different content under a name that DCP stores once.
+        WrongOrder: the writer was used before.
+        InvalidConfig: ``no_dist``, ``use_collectives=False``, or a process group that does not have
+            the ranks of the run in order.
+        EcckptError: what ``Checkpointer.save`` reports.
     """
 
-    # What DCP looks for in a stager, beside the methods below.
+    # Attributes that DCP expects of a stager, beside the methods below.
     _synchronize_after_execute = False
     should_synchronize_after_execute = False
 
@@ -79,24 +89,28 @@ class Writer(StorageWriter):
     # -- before DCP's work ------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state in CPU memory, once the save before is over (``async_save``)."""
-        turn, turns = self._begin(staged=True)
+        """Copy the state to CPU memory after the previous save has ended (``async_save`` only).
+
+        The copy belongs to the stager and is valid until the next save.
+        """
+        turn, turns = self._begin_save(staged=True)
         try:
             staged = turns.stager.stage(state_dict)
         except BaseException:
             turn.drop()
             raise
-        assert isinstance(staged, dict), "staged at once, as was asked for"
+        assert isinstance(staged, dict), "the stager is configured to stage synchronously"
         return staged
 
     def synchronize_staging(self) -> None:
-        """Nothing: it is staged when ``stage`` returns."""
+        """Do nothing: ``stage`` has copied everything when it returns."""
 
     def close(self) -> None:
-        """Nothing: DCP closes only stagers of its own."""
+        """Do nothing: DCP closes only stagers that it has made."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # DCP sends it to its checkpoint process, and waits in this thread for the end.
+        # async_save with a process: a thread of DCP pickles the writer for its checkpoint process
+        # and then waits for that. The thread stands for the save here; the process has no turn.
         self._enter()
         return {
             "checkpoint_id": self.checkpoint_id,
@@ -108,7 +122,8 @@ class Writer(StorageWriter):
             "_is_coordinator": False,
         }
 
-    def _begin(self, *, staged: bool) -> tuple[Turn, Turns]:
+    def _begin_save(self, *, staged: bool) -> tuple[Turn, Turns]:
+        """Wait for the previous save to end, and get a ticket (the right to save this step)."""
         if self._ticket is not None or self._checkpointer is None:
             raise WrongOrder(
                 f"the writer of step {self._step} is used a second time",
@@ -117,7 +132,7 @@ class Writer(StorageWriter):
         turn = Turn(self._step)
         turn.staged = staged
         turns = turns_of(self._checkpointer)
-        turns.take(turn, timeout_s=self._checkpointer.save_timeout_s)
+        turns.wait_for_turn(turn, timeout_s=self._checkpointer.save_timeout_s)
         try:
             self._ticket = self._checkpointer.ticket(self._step)
         except BaseException:
@@ -127,9 +142,9 @@ class Writer(StorageWriter):
         return turn, turns
 
     def _enter(self) -> None:
-        """The save begins, in this thread."""
+        """Note that the save runs in this thread; without ``stage`` before, begin it."""
         if self._entered or self._ticket is None:
-            self._begin(staged=False)
+            self._begin_save(staged=False)
         self._entered = True
         self._note_thread()
 
@@ -140,39 +155,39 @@ class Writer(StorageWriter):
     # -- DCP's calls, in their order --------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The id is given by run and step; any other is refused (``InvalidConfig``)."""
+        """Accept no ``checkpoint_id`` but "run/step" (``InvalidConfig``)."""
         self._note_thread()
         check_id(checkpoint_id, self.checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """None; DCP's first call, before any collective."""
+        """Begin the save and return None: this is DCP's first call, before any collective."""
         self._enter()
         return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Look whether DCP's ranks are the run's."""
+        """Check that DCP's ranks are those of the run."""
         assert self._ticket is not None, "DCP asks for storage_meta() first"
         del args
         self._is_coordinator = is_coordinator
         rank, own = kwargs.get("rank", 0), self._ticket.shard.rank
         if not kwargs.get("use_collectives", True):
-            raise InvalidConfig("use_collectives=False: there would be no common commit")
+            raise InvalidConfig("use_collectives=False: the ranks would have no common commit")
         if rank != own:
             raise InvalidConfig(
                 f"rank {own} of the run saves as rank {rank}",
-                hint="no no_dist=True, and a process_group with all ranks of the run in order",
+                hint="leave out no_dist; the process_group must have the run's ranks in order",
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Stage and protect this rank's shard; the result is one receipt for all of it."""
+        """Stage and protect this rank's shard; the result is one receipt for the whole shard."""
         assert self._ticket is not None, "DCP asks for storage_meta() first"
         ticket, written = self._ticket, False
         try:
@@ -186,6 +201,7 @@ class Writer(StorageWriter):
             self._revive_agent()
             raise
         finally:
+            # The coordinator's turn goes on until `finish`, which DCP calls only after success.
             if self._turn is not None and not (written and self._is_coordinator):
                 self._turn.ended.set()
         own = ticket.shard
@@ -196,11 +212,16 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, if every rank of the run is there with the same generation."""
+        """Commit if all ranks of the run have protected a shard of the same generation.
+
+        Only the coordinator gets this call. Raises ``SaveFailed`` or ``StateMismatch`` otherwise.
+        """
         del metadata  # a reader makes it from the shards
         assert self._ticket is not None, "DCP asks for storage_meta() first"
         try:
-            _check_receipts([each.storage_data for own in results for each in own], self._ticket)
+            _check_receipts(
+                [result.storage_data for of_rank in results for result in of_rank], self._ticket
+            )
             self._ticket.commit()
         except AgentUnreachable:
             self._revive_agent()
@@ -211,7 +232,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP cannot make a writer from an id."""
+        """Return False: DCP cannot make a writer from an id."""
         del checkpoint_id
         return False
 
@@ -219,7 +240,7 @@ class Writer(StorageWriter):
         if self._checkpointer is not None:
             self._checkpointer.stage(ticket, shard)
             return
-        slots = Slots()  # in DCP's process
+        slots = Slots()  # in DCP's checkpoint process, which has no Checkpointer
         try:
             ticket.stage(shard, slots)
         finally:
@@ -227,7 +248,7 @@ class Writer(StorageWriter):
 
     def _revive_agent(self) -> None:
         assert self._ticket is not None
-        with contextlib.suppress(EcckptError, OSError):  # what is raised already says more
+        with contextlib.suppress(EcckptError, OSError):  # the error being raised has the cause
             self._ticket.revive_agent()
 
 
@@ -239,7 +260,7 @@ def _check_receipts(receipts: list[Receipt], ticket: HeldTicket) -> None:
             f"{ticket.shard.generation}: {len(ranks)} of {ticket.header.world_size} ranks saved",
             hint="every rank of the run must take part in dcp.save",
         )
-    others = {f"{each.generation}" for each in receipts} - {f"{ticket.shard.generation}"}
+    others = {f"{receipt.generation}" for receipt in receipts} - {f"{ticket.shard.generation}"}
     if others:
         raise SaveFailed(
             f"{ticket.shard.generation}: other ranks saved {', '.join(sorted(others))}",

@@ -1,1 +1,1 @@
-"""Folders of safetensors weights, with an index."""
+"""Export and import of folders of safetensors weights, as Hugging Face's tools lay them out."""

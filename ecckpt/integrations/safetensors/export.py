@@ -1,9 +1,8 @@
-"""A checkpoint as a folder that Hugging Face's tools load: ``ecckpt export --to safetensors DIR``.
+"""Exports a checkpoint for Hugging Face's tools: ``ecckpt export --to safetensors DIR``.
 
-Files are filled from front to back, a few rows of a tensor at a time, so a model of any size is
-exported in little memory: pieces of 64 MiB (or one row, where that is more) and the blocks that
-their bytes come in. The folder is made beside its place, and moved there when it is whole and on
-the disk.
+Files are written front to back, some rows of a tensor at a time. So the memory does not depend on
+the size of the model: it is a piece of 64 MiB (or one row if that is longer) and the blocks that
+its bytes lie in. ``atomic_folder.py`` makes the folder appear only when it is complete and synced.
 """
 
 from __future__ import annotations
@@ -33,14 +32,17 @@ from ecckpt.state.file.layout import arrange, render_entries
 from ecckpt.state.tensors.dtypes import CODE_OF
 
 _PIECE_BYTES = 64 << 20
-_ALIGN_BYTES = 64
+_ALIGN_BYTES = 64  # of the data in a file: readers map it
 
 _Facts = dict[str, int | str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written; ``aliases`` maps names left out to the names that they are tied to."""
+    """The result of an export.
+
+    ``aliases`` maps each name that was left out to the name that its tensor was written under.
+    """
 
     folder: str
     generation: str
@@ -53,16 +55,21 @@ class Exported:
 def export_safetensors(
     opened: Opened, folder: Path, *, prefix: str = "model.", max_file_bytes: int = 5 * 10**9
 ) -> Exported:
-    """Write the tensors whose names begin with ``prefix``, without it, an index and a manifest.
+    """Write all tensors whose names begin with ``prefix``, an index and a manifest.
 
-    A tensor larger than ``max_file_bytes`` gets a file of its own. Tied tensors are written once,
-    under the first name; metadata tells the others. What is no tensor is not exported. ``folder``
-    must not exist, or be empty, and is not seen before it is whole.
+    Names are written without the prefix. Tied tensors are written once, under the first name; the
+    files' metadata has the other names. Values are not exported.
+
+    Args:
+        opened: the checkpoint.
+        folder: must not exist, or be empty. It appears only when it is complete.
+        prefix: of the names to export.
+        max_file_bytes: size of a file; a larger tensor gets its own file.
 
     Raises:
-        InvalidConfig: ``folder`` is in use, or the prefix gives no names that can be used.
-        UnsupportedState: a dtype that safetensors files cannot name.
-        StateMismatch: tensors that ranks disagree on (see ``Opened.as_rank``).
+        InvalidConfig: ``folder`` is in use, or the prefix leaves no names, or reserved ones.
+        UnsupportedState: a dtype that safetensors does not have.
+        StateMismatch: ranks have different tensors under a name (see ``Opened.as_rank``).
     """
     require_unused(folder)
     names, aliases = _select(opened, prefix)
@@ -81,17 +88,22 @@ def export_safetensors(
                 unfinished / INDEX, {"metadata": metadata, "weight_map": places}
             )
         _write_json(unfinished / MANIFEST, _manifest(opened, facts, aliases))
-    written = tuple(files)
-    generation = str(opened.generation)
-    return Exported(str(folder), generation, written, len(names), total_bytes, aliases)
+    return Exported(
+        folder=str(folder),
+        generation=str(opened.generation),
+        files=tuple(files),
+        tensors=len(names),
+        total_bytes=total_bytes,
+        aliases=aliases,
+    )
 
 
 def _select(opened: Opened, prefix: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Names in the files -> names in the checkpoint, and tied names -> names in the files."""
+    """Return (name in the files -> name in the checkpoint, tied name -> name in the files)."""
     names: dict[str, str] = {}
     aliases: dict[str, str] = {}
     kept: dict[str, str] = {}
-    for name in opened:  # those that are stored come first
+    for name in opened:  # aliases come after the names that tensors are stored under
         if not name.startswith(prefix):
             continue
         stored, short = opened.aliases.get(name, name), name[len(prefix) :]
@@ -113,7 +125,7 @@ def _select(opened: Opened, prefix: str) -> tuple[dict[str, str], dict[str, str]
 
 
 def _check(opened: Opened, names: Mapping[str, str]) -> None:
-    """Raise for what cannot be exported, before anything is written."""
+    """Raise for tensors that cannot be exported, before anything is written."""
     problems: list[str] = []
     for name in names.values():
         try:
@@ -133,7 +145,7 @@ def _check(opened: Opened, names: Mapping[str, str]) -> None:
 def _divide(
     opened: Opened, names: Mapping[str, str], max_file_bytes: int
 ) -> dict[str, dict[str, str]]:
-    """File -> its names, filled one after another in the order of the checkpoint."""
+    """Distribute names over files, in the order of the checkpoint; return file -> its names."""
     groups: list[dict[str, str]] = []
     room_bytes = 0
     for short, name in names.items():
@@ -155,7 +167,7 @@ def _divide(
 def _write_tensors(
     opened: Opened, path: Path, names: Mapping[str, str], aliases: Mapping[str, str]
 ) -> _Facts:
-    """A safetensors file. Its order is that of a shard: the widest elements first, then by name."""
+    """Write a safetensors file, arranged as a shard: widest elements first, then by name."""
     described = [
         (short, CODE_OF[opened.dtype(name)], opened.shape(name), opened.dtype(name).itemsize)
         for short, name in names.items()
@@ -178,7 +190,7 @@ def _write_json(path: Path, fields: dict[str, Any]) -> _Facts:
 
 
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _Facts:
-    """A new file, on the disk; returns what the manifest says of it."""
+    """Write and sync a new file; return its length and SHA-256 for the manifest."""
     sha256 = hashlib.sha256()
     with path.open("xb") as file:
         for part in parts:
@@ -190,7 +202,7 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _Facts:
 
 
 def _pieces(opened: Opened, name: str) -> Iterator[memoryview]:
-    """The bytes of a tensor, some rows at a time."""
+    """Yield the bytes of a tensor, some rows at a time."""
     shape = opened.shape(name)
     if not math.prod(shape):
         return

@@ -1,4 +1,4 @@
-"""A folder of safetensors files as the first generation of a run: ``ecckpt import RUN DIR``."""
+"""Imports a folder of safetensors files as a new run: ``ecckpt import RUN DIR``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from ecckpt.integrations.safetensors.index import aliases_in, read_listing
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.verbs import INVENTORY
 
+# A large model takes minutes to copy and encode, and no training waits for it: an hour only ends an
+# import that hangs.
 SAVE_TIMEOUT_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What was saved, and what may be lost without losing it."""
+    """The result of an import. ``promise`` says in words which losses of nodes the run survives."""
 
     run: str
     generation: str
@@ -42,16 +44,22 @@ def import_safetensors(
     step: int = 0,
     ties: Mapping[str, str] | None = None,
 ) -> Imported:
-    """Save the tensors of ``folder`` as ``{"model": {name: tensor}}``, the state of a single rank.
+    """Save the tensors of ``folder`` as the state ``{"model": {name: tensor}}`` of one rank.
 
-    A restore of ``run`` into a module with these names takes them. ``root`` is the folder of this
-    node's agent, which is started if none runs; ``agents`` are further ones to hold fragments.
-    ``ties`` are names of tied tensors that the folder does not tell, to names that it has: a module
-    has both, and is restored only from what has both.
+    ``restore`` of the run then loads them into a module that has these names.
+
+    Args:
+        run: name of the run; the agents must not know it yet.
+        folder: of safetensors files.
+        root: folder of this node's agent, which is started if it does not run.
+        agents: addresses of further agents, which hold fragments.
+        step: the training step of the generation.
+        ties: name of a tied tensor that the folder does not have -> name that it has. A module has
+            both names, and a restore requires both.
 
     Raises:
-        InvalidFolder: files that are missing, left over, changed or no safetensors files.
-        InvalidConfig: the agents know the run already.
+        InvalidFolder: a file is missing, left over, changed, or not a safetensors file.
+        InvalidConfig: an agent knows the run already, or a tie does not fit the folder.
     """
     check_name("run", run)
     model = read_weights(folder)
@@ -78,14 +86,19 @@ def import_safetensors(
         handle.wait(SAVE_TIMEOUT_S)
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in model.values()}
         return Imported(
-            run, str(handle.generation), len(model), sum(distinct.values()), checkpointer.promise
+            run=run,
+            generation=str(handle.generation),
+            tensors=len(model),
+            total_bytes=sum(distinct.values()),
+            promise=checkpointer.promise,
         )
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a folder, tied ones tied; they look into the files and must not be written to.
+    """Return the tensors of a folder by name; tied names have the same tensor.
 
-    Raises ``InvalidFolder``; see ``read_listing``.
+    Tensors are views of the mapped files: do not write to them. Raises ``InvalidFolder``, as
+    ``read_listing`` does.
     """
     listing = read_listing(folder)
     tensors: dict[str, torch.Tensor] = {}
@@ -101,14 +114,18 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
                     tensors[name] = opened.get_tensor(name)
                 if not names:
                     aliases |= aliases_in(opened.metadata() or {}, present)
-        # KeyError: a dtype that its format has and its loader has not.
+        # KeyError: a dtype that the safetensors format has, but its torch loader has not.
         except (SafetensorError, OSError, KeyError) as error:
             raise InvalidFolder(f"{folder / file} cannot be read: {error!r}") from error
     return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
 def require_new(run: str, node: NodeConfig, agents: Sequence[str]) -> None:
-    """Look before anything is fenced: a training job may be at work under this name."""
+    """Raise ``InvalidConfig`` if an agent knows the run.
+
+    It must be called before the Checkpointer restores: that fences older writers, and a training
+    job under the same name could not save any more.
+    """
     find_or_start(node)
     token = node.token()
     peers = [AgentClient(address, token) for address in agents]

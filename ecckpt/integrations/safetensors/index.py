@@ -1,11 +1,12 @@
-"""A folder of weights as Hugging Face's tools lay it out, and what must be true of one.
+"""Reads and checks the listing of a folder of weights in the layout of Hugging Face's tools.
 
     model-00001-of-00002.safetensors, ...   tensors; or model.safetensors alone
-    model.safetensors.index.json            which tensor is in which file; not with one file alone
-    ecckpt-manifest.json                    length and SHA-256 of these files; ours, optional
+    model.safetensors.index.json            which tensor is in which file; only with several files
+    ecckpt-manifest.json                    length and SHA-256 of these files; ecckpt's, optional
 
-The index decides: a file that it names and that is not there is an error, and so is one that only
-looks as if it belonged to it (what an earlier export left).
+``importer.py`` uses it; ``export.py`` writes the same layout. The index decides which files belong
+to the folder: a missing file is an error, and so is a file of the same naming that the index does
+not name (left by an earlier export).
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "ecckpt-manifest.json"
 MANIFEST_FORMAT = 1
-# What metadata says besides the names of tied tensors.
+# Keys of the metadata that are not names of tied tensors.
 METADATA_KEYS = frozenset({"format", "total_size", "total_parameters"})
 
-_LIMIT_BYTES = 256 << 20
+_LIMIT_BYTES = 256 << 20  # of an index or manifest: bounds the memory that a damaged one can take
 _SHARD = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a folder says it has: file -> names of tensors, and tied names -> stored ones.
+    """The content of a folder.
 
-    ``files`` has no names for a file alone: it lists them itself, and its own aliases.
+    ``files`` maps each file to its tensor names. For a single file without an index the names are
+    empty: the file's own header has them, and its aliases. ``aliases`` maps tied names to names
+    with a tensor.
     """
 
     files: Mapping[str, tuple[str, ...]]
@@ -43,13 +46,14 @@ class Listing:
 
 
 def read_listing(folder: Path) -> Listing:
-    """What ``folder`` has, checked: no file is missing, none is left over, none has changed.
+    """Read the listing of ``folder`` and check its files; tensors are not read.
 
-    The tensors are not looked at. Raises ``InvalidFolder``, and ``VersionMismatch`` for a manifest
-    of another format.
+    Raises:
+        InvalidFolder: a file is missing, left over, or differs from the manifest.
+        VersionMismatch: a manifest of another format version.
     """
     if not folder.is_dir():
-        raise InvalidFolder(f"{folder} is no folder")
+        raise InvalidFolder(f"{folder} is not a folder")
     if (folder / INDEX).exists():
         listing = _index(folder / INDEX)
     elif (folder / SINGLE).exists():
@@ -58,13 +62,13 @@ def read_listing(folder: Path) -> Listing:
         raise InvalidFolder(f"{folder} has neither {INDEX} nor {SINGLE}")
     missing = [file for file in listing.files if not (folder / file).is_file()]
     if missing:
-        raise InvalidFolder(f"{folder}: {_some(missing)} named in the index, but not there")
+        raise InvalidFolder(f"{folder}: {_some(missing)} named in the index, but missing")
     present = {path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name)}
     extra = sorted(present - listing.files.keys())
     if extra:
         raise InvalidFolder(
-            f"{folder}: {_some(extra)} there, but not named in the index",
-            hint="left by another export? remove what does not belong to this one",
+            f"{folder}: {_some(extra)} in the folder, but not named in the index",
+            hint="they may be left from another export: remove those that do not belong here",
         )
     if (folder / MANIFEST).exists():
         _check_manifest(folder, listing)
@@ -72,7 +76,7 @@ def read_listing(folder: Path) -> Listing:
 
 
 def aliases_in(metadata: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, str]:
-    """The tied names that metadata tells: name left out -> name of the tensor that is there."""
+    """Return the tied names in a file's metadata: name without a tensor -> name with one."""
     return {
         alias: name
         for alias, name in metadata.items()
@@ -81,7 +85,7 @@ def aliases_in(metadata: Mapping[str, Any], names: Mapping[str, Any]) -> dict[st
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file as a hexadecimal text."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -93,8 +97,8 @@ def _index(path: Path) -> Listing:
         raise InvalidFolder(f"{path} has no weight_map")
     files: dict[str, list[str]] = {}
     for name, file in places.items():
-        if type(file) is not str or Path(file).name != file:  # nothing outside of the folder
-            raise InvalidFolder(f"{path}: {file!r:.80} is no name of a file")
+        if type(file) is not str or Path(file).name != file:  # no path out of the folder
+            raise InvalidFolder(f"{path}: {file!r:.80} is not a file name")
         files.setdefault(file, []).append(name)
     texts = {key: value for key, value in metadata.items() if type(value) is str}
     return Listing({file: tuple(names) for file, names in files.items()}, aliases_in(texts, places))
@@ -105,7 +109,7 @@ def _check_manifest(folder: Path, listing: Listing) -> None:
     fields = _json(path)
     version, files = fields.get("format"), fields.get("files")
     if type(version) is not int or not isinstance(files, dict):
-        raise InvalidFolder(f"{path} is no manifest")
+        raise InvalidFolder(f"{path} is not a manifest")
     if version != MANIFEST_FORMAT:
         raise VersionMismatch(str(path), found=version, known=MANIFEST_FORMAT)
     unknown = sorted(listing.files.keys() - files.keys())
@@ -114,11 +118,13 @@ def _check_manifest(folder: Path, listing: Listing) -> None:
     for file, facts in files.items():
         part = folder / file
         if Path(file).name != file or not part.is_file():
-            raise InvalidFolder(f"{path} names {file!r:.80}, which is not there")
+            raise InvalidFolder(f"{path} names {file!r:.80}, which does not exist")
         if not isinstance(facts, dict) or part.stat().st_size != facts.get("bytes"):
-            raise InvalidFolder(f"{part} has {part.stat().st_size} bytes, others in {MANIFEST}")
+            raise InvalidFolder(
+                f"{part} has {part.stat().st_size} bytes, but another length in {MANIFEST}"
+            )
         if digest(part) != facts.get("sha256"):
-            raise InvalidFolder(f"{part} was changed: its SHA-256 is not that in {MANIFEST}")
+            raise InvalidFolder(f"{part} was changed: its SHA-256 differs from that in {MANIFEST}")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def _json(path: Path) -> dict[str, Any]:
             raise ValueError(f"more than {_LIMIT_BYTES} bytes")
         fields = json.loads(path.read_bytes())
         if not isinstance(fields, dict):
-            raise TypeError("no JSON object")
+            raise TypeError("not a JSON object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise InvalidFolder(f"{path} cannot be read: {error}") from error
     return fields

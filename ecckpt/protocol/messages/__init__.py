@@ -1,1 +1,1 @@
-"""Control messages: frozen dataclasses whose fields say what may be on the wire. Pure."""
+"""Control messages: frozen dataclasses whose annotations say what is valid on the wire. Pure."""

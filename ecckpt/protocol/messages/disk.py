@@ -1,4 +1,4 @@
-"""Disks: what shall be written and what may go, and whether all of a file is as it was. Pure."""
+"""Disks: write a generation, remove older ones, verify a file. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ecckpt.format.ids import Generation, ShardId
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write to disk what you have of this generation; asked again, it tells how far that is.
+    """Write what this node has of the generation to disk; repeated, it asks for the progress.
 
-    ``disk_bytes`` is the run's budget on the node's disk (0: the agent's default); ``discard``
-    names generations whose storing the sender gave up.
+    ``disk_bytes`` is the run's budget on the node's disk (0: the agent's default). ``discard``
+    names generations whose storing the sender has given up.
     """
 
     run: str
@@ -31,10 +31,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What of the generation is on this node's disk, and survives a loss of power.
+    """The files of the generation on this node's disk; they survive a loss of power.
 
-    ``disk``: whether there is one. ``waiting_bytes`` are still to be written; ``problems`` says
-    what will not be.
+    ``disk``: whether the node has a disk. ``waiting_bytes`` are still to be written. ``problems``
+    says why some files will not be written.
     """
 
     disk: bool
@@ -45,10 +45,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """These generations, oldest first, are on disk everywhere and stay.
+    """These generations, oldest first, are on disk everywhere and are kept.
 
-    All others that are older than the last of them may go from disk. ``writer`` is the timeline of
-    whoever says so.
+    All others that are older than the last of them may be removed from disk. ``writer`` is the
+    timeline of the sender.
     """
 
     run: str
@@ -58,9 +58,9 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Check every block of a home copy (index -1) or fragment, in memory or on ``disk``.
+    """Verify every block of a home copy (index -1) or fragment, in memory or on ``disk``.
 
-    At most ``bytes_per_s`` are read (0: as fast as it goes).
+    At most ``bytes_per_s`` are read (0: as fast as possible).
     """
 
     shard: ShardId
@@ -71,7 +71,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block: which fragment's, and which row."""
+    """One block: the index of its fragment, and its row."""
 
     index: int
     row: int
@@ -79,7 +79,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Blocks that fail their checksum, and what else is wrong with the file, if anything."""
+    """The blocks that fail their checksum, and another problem of the file, if there is one."""
 
     bad: tuple[Block, ...]
     problem: str

@@ -1,4 +1,4 @@
-"""Who an agent is, and the answers that say only whether something was done. Pure."""
+"""The identity of an agent, and the answers that only say whether a request was done. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Who an agent is. ``instance`` is new whenever the agent's memory is."""
+    """The identity of an agent. ``instance`` changes whenever the agent's memory is a new one."""
 
     node: str
     instance: str
@@ -22,7 +22,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request was not done: the error's class name, its text and its whole numbers."""
+    """Why a request was refused: the error's class name, its text and its whole numbers."""
 
     error: str
     message: str
@@ -31,4 +31,4 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The empty answer."""
+    """The empty answer: the request was done."""

@@ -1,4 +1,4 @@
-"""Repair: who watches over what, who has what of it, and what shall be made again. Pure."""
+"""Repair: which home copies are watched, what a node has of them, what is made again. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ecckpt.protocol.messages.save import Target
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node of a group: where it is, and what it fails together with."""
+    """A node of a group: its address, and the domain that it fails together with."""
 
     node: str
     domain: str
@@ -21,12 +21,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Watch over the home copies of a run on this node, and re-make what their holders lose.
+    """Watch the home copies of a run on this node, and make fragments again that holders lose.
 
-    ``members`` are the other nodes of the group in ring order: the first ``holders`` of them keep
-    fragments 0, 1, ...; the others may take what a lost one had. ``local_ranks`` have their home
-    here; ``memory_bytes`` is the run's budget on each node (0: the agent's default), of which a
-    repair leaves what saves need. ``timeout_s`` is for the repair of one shard.
+    ``members`` are the other nodes of the group in ring order. The first ``holders`` of them keep
+    fragments 0, 1, ...; the others may take the fragments of a lost holder. ``local_ranks`` is the
+    number of ranks whose home is this node. ``memory_bytes`` is the run's budget on each node (0:
+    the agent's default); a repair leaves the part that saves need. ``timeout_s`` is for the repair
+    of one shard.
     """
 
     run: str
@@ -40,7 +41,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A home asks another node whether it lives, and what it has of these shards."""
+    """A home asks another node whether it answers, and what it has of these shards."""
 
     run: str
     shards: tuple[ShardId, ...]
@@ -50,7 +51,7 @@ class Probe:
 class Presence:
     """What a node has of the shards it was asked about, in their order: indices (-1: home copy).
 
-    ``coming`` are fragments that it is about to pull, or pulling; ``committed`` is the newest
+    ``coming`` are fragments that it is pulling or about to pull. ``committed`` is the newest
     generation that it was told of.
     """
 
@@ -62,7 +63,7 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Have the targets hold their fragments of a shard: from the home copy here, or fetch it first.
+    """Fetch the shard if no home copy is here, then have the targets hold their fragments of it.
 
     The fields are those of ``Fetch`` and ``Protect``.
     """

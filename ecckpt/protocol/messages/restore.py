@@ -1,4 +1,4 @@
-"""A restore: older writers out, and a rank's shard onto its node. Pure."""
+"""A restore: fence older writers, and bring a rank's shard to its node. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ecckpt.protocol.messages.save import Slot
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Begin a timeline of a session, unless another start of the run has; show what is there.
+    """Begin a timeline for a session, and answer with the inventory of the run.
 
-    Refuses all writers of older timelines from then on. Asked again, it is answered again.
+    Writers of older timelines are refused from then on. Refused if another session began the
+    timeline. Repeated, it is answered again.
     """
 
     run: str
@@ -24,7 +25,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop all that is held of a run, in memory and on disk, and begin that timeline of nothing."""
+    """Drop everything that is held of a run, in memory and on disk, and begin a timeline."""
 
     run: str
     timeline: int
@@ -35,8 +36,8 @@ class Forget:
 class Fence:
     """Refuse all writers of older timelines from now on.
 
-    ``restored`` is the generation the new timeline continues, once that is known; ``roll_backs``
-    are all that the sender knows of, so that an agent which was not there learns them.
+    ``restored`` is the generation that the new timeline continues, once that is known.
+    ``roll_backs`` are all that the sender knows of, for agents that were away when they were made.
     """
 
     run: str
@@ -47,7 +48,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where one fragment can be pulled from."""
+    """The addresses from which one fragment can be pulled."""
 
     index: int
     addresses: tuple[str, ...]
@@ -55,7 +56,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring the shard into a slot on this node, from whatever sources are left."""
+    """Bring the shard into a region on this node, from the sources that are left."""
 
     header: Header
     writer: int
@@ -63,10 +64,15 @@ class Fetch:
     memory_bytes: int
     timeout_s: float
 
+    @property
+    def places(self) -> dict[int, tuple[str, ...]]:
+        """The addresses that have each fragment, by its index."""
+        return {each.index: each.addresses for each in self.sources}
+
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A slot with the verified shard in it, and where the bytes came from."""
+    """The slot with the verified shard in it, and what it took."""
 
     slot: Slot
     pulled_bytes: int
@@ -76,9 +82,9 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A rank's tensors will lie in the sealed home copy: it is never written to again.
+    """A rank's tensors will lie in the sealed home copy: its region is never written to again.
 
-    Whatever becomes of the shard, and of the agent. Asked again, it is answered again.
+    That holds whatever happens to the shard and to the agent. Repeated, it is answered again.
     """
 
     shard: ShardId

@@ -1,4 +1,4 @@
-"""A save: a slot, what is in it, who holds fragments of it, and that all of it is safe. Pure."""
+"""A save: reserve a slot, stage a shard in it, protect it with fragments on peers, commit. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ecckpt.format.ids import Generation, ShardId
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A trainer wants a slot for its next shard, which may be as large as ``header`` says.
+    """A rank wants a slot for its next shard, which may be as large as ``header`` says.
 
-    Of the header, run, rank, timeline and sizes count: the step need not be known yet.
-    ``memory_bytes`` is the run's budget on this node (0: the agent's default), ``local_ranks`` how
-    many ranks will ask for a slot of this kind, ``holders`` how many peers will keep a fragment of
-    it; ``discard`` names generations this rank gave up.
+    Of the header only run, rank, timeline and sizes count: the step need not be known yet.
+    ``memory_bytes`` is the run's budget on this node (0: the agent's default). ``local_ranks`` is
+    how many ranks will ask for such a slot, ``holders`` how many peers will keep a fragment of it.
+    ``discard`` names generations that this rank has given up.
     """
 
     header: Header
@@ -27,11 +27,11 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A reserved file: map ``path``, the shard belongs at ``payload_offset``.
+    """A reserved region: map ``path`` and put the shard at ``payload_offset``.
 
-    ``region`` names the file for life: a mapping made once stays good for it. ``use`` is another
-    number whenever the region is taken for something else; while it is the same, so is what was
-    sealed there. ``file_bytes`` is how much fits into it.
+    ``region`` is the name of the file for as long as it exists: a mapping of it stays valid.
+    ``use`` changes whenever the region is allocated again; while it is the same, the content sealed
+    there is the same. ``file_bytes`` is the size of the region.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The shard that ``header`` describes is in the reserved slot of that ``region``."""
+    """The shard that ``header`` describes is in the rank's reserved slot, the file ``region``."""
 
     header: Header
     region: str
@@ -63,8 +63,9 @@ class Target:
 class Protect:
     """Encode the staged shard (or take the sealed home copy) and have the targets hold it.
 
-    ``writer`` is the timeline of whoever asks: what fencing goes by, since a restarted run also
-    protects the older generation that it came back with.
+    ``writer`` is the timeline of the sender, by which it is fenced: a restarted run also protects
+    the older generation that it restored. The shard counts as protected with ``min_fragments``
+    held.
     """
 
     shard: ShardId
@@ -78,7 +79,7 @@ class Protect:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Ask how far a shard is; the answer may take up to ``wait_s`` unless there is news."""
+    """Ask how far a shard is; answered after at most ``wait_s``, or when the state changes."""
 
     shard: ShardId
     known_state: str
@@ -89,8 +90,8 @@ class Watch:
 class Progress:
     """How far a shard is.
 
-    ``state``: unknown, staging, encoding, scattering, protected or failed. ``held`` fragments are
-    verified at their holders; ``problems`` says what went wrong with the others.
+    ``state``: unknown, staging, encoding, scattering, protected or failed. ``held`` is the number
+    of fragments that holders have verified; ``problems`` says what went wrong with others.
     """
 
     state: str
@@ -102,9 +103,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Please hold this fragment: pull it from ``source`` and verify it against ``table``.
+    """Hold this fragment: pull it from ``source`` and verify it against ``table``.
 
-    For a ``repair`` nothing else is dropped.
+    For a ``repair`` nothing is dropped to make room.
     """
 
     header: Header
@@ -119,9 +120,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """This data fragment is about to be encoded: who likes may pull it from ``source`` already.
+    """This data fragment is being encoded; the receiver may pull it from ``source`` already.
 
-    Nothing comes of it but that the ``Hold`` that follows finds the bytes there.
+    Best effort: the only effect is that the ``Hold`` that follows may find the bytes already there.
     """
 
     header: Header
@@ -133,7 +134,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The answer to ``Hold``, when the work is done: ``problem`` is empty on success."""
+    """The result of a ``Hold``, sent when its work has ended: ``problem`` is empty on success."""
 
     shard: ShardId
     index: int
@@ -143,7 +144,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every shard of this generation reached its redundancy; older ones may go."""
+    """Every shard of this generation is protected; older generations may be dropped."""
 
     run: str
     generation: Generation

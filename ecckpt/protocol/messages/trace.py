@@ -1,4 +1,4 @@
-"""Where the time of saves and restores went. Pure."""
+"""Spans: how long the phases of saves and restores took. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ecckpt.format.ids import ShardId
 class Span:
     """One phase of a save or restore: when it began by the node's clock, and how long it took.
 
-    ``index`` is the fragment it was about, or -1.
+    ``index`` is the fragment that it was about, or -1.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A rank tells its node's agent where its time went."""
+    """A rank sends its spans to its node's agent."""
 
     run: str
     spans: tuple[Span, ...]
@@ -31,7 +31,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Where time went on one node: in its ranks and in its agent, the last few thousand spans."""
+    """The last few thousand spans of one node: of its ranks and of its agent."""
 
     node: str
     ranks: tuple[Span, ...]

@@ -1,1 +1,1 @@
-"""The shard as a safetensors file: layout, header, metadata, views."""
+"""The shard as a safetensors file (docs/FORMAT.md): layout, header, metadata, views, catalog."""

@@ -1,8 +1,12 @@
-"""The header of a shard, read: a safetensors header that anybody may have written. No torch here.
+"""The parser of a shard's header. It does not import torch, and does not trust its input.
 
-Of 20,000 tensors each step of Python costs milliseconds. So they are checked in columns, by
-functions that walk lists in C, and what only depends on dtype and shape once for all that share
-them. Only a header that is refused is gone through one by one, to name what is wrong with it.
+``shard.py`` and ``catalog.py`` use it, and ``client/read/open.py`` on headers of other ranks. Any
+program may have written the safetensors header, so everything is checked before it is used.
+
+For 20,000 tensors each step in Python costs milliseconds. So the fields of all tensors are checked
+as columns, with functions that loop in C, and checks that depend only on dtype and shape run once
+for each distinct pair. Only for a header that is refused the code looks at single tensors, to name
+the wrong one.
 """
 
 from __future__ import annotations
@@ -31,16 +35,22 @@ from ecckpt.state.paths import VALUES_NAME
 _KEYS = ("dtype", "shape", "data_offsets")
 _described = itemgetter(*_KEYS)
 
-# The code of a dtype, and a shape.
+# The dtype of a tensor as safetensors spells it, and its shape.
 Form = tuple[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShardHeader:
-    """A header, read: a column of names and one of places, in the order of the bytes.
+    """A parsed header, in columns, in the order of the tensors' bytes.
 
-    ``forms`` are the different dtypes and shapes, ``form_of`` gives each tensor's index among them.
-    Tensor i has the bytes from ``ends[i - 1]`` (the first: 0) to ``ends[i]`` of the data.
+    Attributes:
+        names: the name of each tensor; that of the values blob is last.
+        forms: the distinct pairs of dtype and shape.
+        form_of: shape (tensors,): the index of each tensor's pair in ``forms``.
+        ends: shape (tensors,): where each tensor ends, in bytes from the start of the data. It
+            begins where the one before it ends; the first begins at 0.
+        metadata: the texts under ``__metadata__``.
+        data_start: where the data begins, in bytes from the start of the shard.
     """
 
     names: tuple[str, ...]
@@ -52,34 +62,48 @@ class ShardHeader:
 
     @property
     def begins(self) -> NDArray[np.int64]:
-        """Where each tensor begins in the data."""
+        """Where each tensor begins, in bytes from the start of the data; shape (tensors,)."""
         return np.concatenate((np.zeros(1, np.int64), self.ends))[:-1]
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """An object for each tensor, of those before the values."""
+        """An entry for each tensor, without the values blob."""
         forms = [self.forms[index] for index in self.form_of.tolist()]
-        places = zip(self.begins.tolist(), self.ends.tolist(), strict=True)
-        each = zip(self.names, forms, places, strict=True)
-        return [TensorEntry(name, code, shape, *place) for name, (code, shape), place in each][:-1]
+        columns = zip(self.names, forms, self.begins.tolist(), self.ends.tolist(), strict=True)
+        return [
+            TensorEntry(name=name, code=code, shape=shape, begin=begin, end=end)
+            for name, (code, shape), begin, end in columns
+        ][:-1]
 
     @property
     def values(self) -> TensorEntry:
-        """The values, which are last; ``CorruptFragment`` if they are not."""
+        """The entry of the values blob. Raises ``CorruptFragment`` if it is not the last one."""
         self.require_values()
         code, shape = self.forms[self.form_of[-1]]
-        return TensorEntry(VALUES_NAME, code, shape, int(self.begins[-1]), int(self.ends[-1]))
+        return TensorEntry(
+            name=VALUES_NAME,
+            code=code,
+            shape=shape,
+            begin=int(self.begins[-1]),
+            end=int(self.ends[-1]),
+        )
 
     def require_values(self) -> None:
-        """Raise ``CorruptFragment`` unless the last tensor is the values."""
+        """Raise ``CorruptFragment`` unless the last tensor is the values blob."""
         if not self.names or self.names[-1] != VALUES_NAME:
-            raise CorruptFragment("a shard without values at its end")
+            raise CorruptFragment("the last tensor of a shard is not its values blob")
 
 
 def header_bytes(prefix: memoryview, shard_bytes: int) -> int:
-    """Length of a shard's header, from the shard's first 8 bytes; its data begins there.
+    """Return where a shard's data begins, from the shard's first 8 bytes.
 
-    ``CorruptFragment`` if a shard of that many bytes cannot have such a header.
+    Args:
+        prefix: at least 8 bytes from the start of the shard.
+        shard_bytes: length of the whole shard.
+
+    Raises:
+        CorruptFragment: the header would be longer than the shard or than the limit, or would
+            misalign the data.
     """
     if len(prefix) < 8:
         raise CorruptFragment(f"a shard of {len(prefix)} bytes has no header")
@@ -92,15 +116,22 @@ def header_bytes(prefix: memoryview, shard_bytes: int) -> int:
 
 
 def parse_header(buffer: memoryview, shard_bytes: int | None = None) -> ShardHeader:
-    """The header of the shard that fills ``buffer``; ``CorruptFragment`` if it cannot be one.
+    """Parse and check the header of a shard.
 
-    With ``shard_bytes``, the length of the shard, ``buffer`` need be no more than its header.
-    Allocates no more than the header's own length asks for, which is checked first.
+    The memory that it allocates is proportional to the header, whose length is checked first.
+
+    Args:
+        buffer: the shard; owned by the caller, only read. Given ``shard_bytes``, the header is
+            enough.
+        shard_bytes: length of the whole shard (default: that of ``buffer``).
+
+    Raises:
+        CorruptFragment: the bytes are not the header of such a shard.
     """
     shard_bytes = len(buffer) if shard_bytes is None else shard_bytes
     data_start = header_bytes(buffer, min(shard_bytes, len(buffer)))
     try:
-        # Objects come as tuples of pairs, so that a name that comes twice is not lost.
+        # JSON objects become tuples of pairs, because a dict would hide that a name occurs twice.
         pairs = json.loads(bytes(buffer[8:data_start]), object_pairs_hook=tuple)
         if type(pairs) is not tuple:
             raise ValueError("not a JSON object")
@@ -112,7 +143,7 @@ def parse_header(buffer: memoryview, shard_bytes: int | None = None) -> ShardHea
 
 
 class _HeaderColumns(NamedTuple):
-    """What a header says of its tensors; shapes and offsets are lists of numbers."""
+    """The fields of all tensors of a header, one list per key; types checked, values not."""
 
     codes: list[Any]
     shapes: list[list[int]]
@@ -120,14 +151,15 @@ class _HeaderColumns(NamedTuple):
 
 
 def _columns(fields: Collection[Any]) -> _HeaderColumns | None:
-    """The columns of what describes tensors; None unless each of it does, as far as types go."""
+    """Turn the descriptions of tensors into columns; None if one has another form or type."""
     if not ({tuple}.issuperset(map(type, fields)) and {3}.issuperset(map(len, fields))):
         return None
-    # Keys and values in turn, three of each. Everybody writes the keys in the same order.
+    # Keys and values alternate: six items per tensor. Known writers use the order of `_KEYS`; a
+    # header with another order is sorted by key once and tried again.
     flat = list(chain.from_iterable(chain.from_iterable(fields)))
     if any(flat[2 * at :: 6].count(key) != len(fields) for at, key in enumerate(_KEYS)):
         try:
-            ordered = [tuple(zip(_KEYS, _described(dict(each)), strict=True)) for each in fields]
+            ordered = [tuple(zip(_KEYS, _described(dict(pairs)), strict=True)) for pairs in fields]
         except KeyError:
             return None
         return _columns(ordered)
@@ -160,14 +192,21 @@ def _header(
         numbers[form] = number
     form_of = _int64(map(numbers.__getitem__, form_of_each), len(names))
     begins, ends = _int64(chain.from_iterable(columns.offsets), 2 * len(names)).reshape(-1, 2).T
-    if (begins[1:] < ends[:-1]).any():  # or it is sorted
+    if (begins[1:] < ends[:-1]).any():  # the names are not in the order of the bytes
         order = np.lexsort((ends, begins))
         begins, ends, form_of = begins[order], ends[order], form_of[order]
         names = [names[index] for index in order.tolist()]
     items = np.array([ITEM_BYTES[code] for code, _ in numbers], np.int64)
     places = Places(names, begins, ends, np.array(sizes, np.int64)[form_of], items[form_of])
     places.check(data_bytes)
-    return ShardHeader(tuple(names), tuple(numbers), form_of, ends.copy(), metadata, data_start)
+    return ShardHeader(
+        names=tuple(names),
+        forms=tuple(numbers),
+        form_of=form_of,
+        ends=ends.copy(),  # a column of a larger array, which would stay alive with it
+        metadata=metadata,
+        data_start=data_start,
+    )
 
 
 def _int64(numbers: Iterable[int], count: int) -> NDArray[np.int64]:
@@ -177,11 +216,11 @@ def _int64(numbers: Iterable[int], count: int) -> NDArray[np.int64]:
 def _no_duplicates(pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("a name that comes twice")
+        raise ValueError("a name occurs twice")
     return fields
 
 
 def _texts(pairs: Any) -> dict[str, str]:
     if type(pairs) is not tuple or not {str}.issuperset(type(text) for _, text in pairs):
-        raise ValueError("__metadata__ is no map of texts")
+        raise ValueError("__metadata__ is not a map of texts")
     return _no_duplicates(pairs)

@@ -1,8 +1,14 @@
-"""The safetensors container of a shard: where everything goes, and its header, written. No torch.
+"""The layout of a shard, and the writer of its safetensors header. It does not import torch.
 
-8 bytes of header length (little endian), a JSON header padded with spaces, the tensors one after
-another without holes, and the values blob as the last of them. The data begins at a multiple of 64
-and the widest elements come first, so every tensor is aligned to its element.
+``snapshot/plan.py`` arranges tensors with it, ``header.py`` checks what it reads against it, and
+``integrations/safetensors`` writes its files with it. A shard is:
+
+    8 bytes     length of the header, little endian
+    header      JSON, padded with spaces: the data begins at a multiple of 64 bytes
+    tensors     one after another without gaps, those with the widest elements first
+    values      one more "tensor" of bytes: the values blob (``state/tree``)
+
+The order by element width aligns each tensor to its elements without padding between them.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from numpy.typing import NDArray
 
 from ecckpt.state.paths import VALUES_NAME
 
-HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
 ALIGN_BYTES = 64
 _INT64_MAX = 2**63 - 1
 ITEM_BYTES = {
@@ -29,9 +35,13 @@ ITEM_BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of the file; ``begin`` and ``end`` count from the start of the data."""
+    """One tensor in a safetensors header.
+
+    ``code`` is the dtype as safetensors spells it. ``begin`` and ``end`` are bytes from the start
+    of the data, which follows the header.
+    """
 
     name: str
     code: str
@@ -41,20 +51,27 @@ class TensorEntry:
 
 
 def size_of(code: str, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor; ``ValueError`` if there is none of this dtype and shape."""
+    """Return the length in bytes of a tensor.
+
+    Raises ``ValueError`` if the dtype is unknown or torch could not make a tensor of this shape.
+    The message is a predicate; callers put the tensor's name before it.
+    """
     if code not in ITEM_BYTES:
-        raise ValueError(f"has {code!r:.40} as its dtype")
+        raise ValueError(f"has the unknown dtype {code!r:.40}")
     if any(size < 0 for size in shape):
-        raise ValueError("has sizes that are none")
+        raise ValueError("has a negative size")
     size_bytes = math.prod(shape) * ITEM_BYTES[code]
-    # torch multiplies the sizes that are not 0 even where one is.
+    # torch multiplies the sizes other than 0 into an int64, even if another size is 0.
     if max(size_bytes, math.prod(max(size, 1) for size in shape)) > _INT64_MAX:
         raise ValueError("has a shape that is too large")
     return size_bytes
 
 
 class Places(NamedTuple):
-    """Where tensors lie, sorted; how long each is by its shape, and how long its elements are."""
+    """The byte ranges of all tensors of a file as columns, in ascending order.
+
+    ``sizes`` are the lengths in bytes that dtype and shape imply, ``items`` those of one element.
+    """
 
     names: Sequence[str]
     begins: NDArray[np.int64]
@@ -63,12 +80,15 @@ class Places(NamedTuple):
     items: NDArray[np.int64]
 
     def check(self, data_bytes: int) -> None:
-        """Raise ``ValueError`` unless they fill so many bytes: no holes, each element aligned."""
+        """Check that the tensors fill ``data_bytes`` without gaps, each aligned to its elements.
+
+        Raises ``ValueError``, which names the first tensor that does not.
+        """
         names, begins, ends, sizes, items = self
         bounds = np.concatenate((np.zeros(1, np.int64), ends))
         for wrong, problem in (
-            (begins != bounds[:-1], "not where the one before it ends"),
-            (ends - begins != sizes, "not as many as its shape wants"),
+            (begins != bounds[:-1], "it does not begin where the one before it ends"),
+            (ends - begins != sizes, "its length differs from that of its shape"),
             ((begins % items != 0) & (sizes > 0), "misaligned"),
         ):
             if wrong.any():
@@ -77,36 +97,46 @@ class Places(NamedTuple):
                     f"{names[at]!r:.80} at bytes {begins[at]} to {ends[at]}: {problem}"
                 )
         if bounds[-1] != data_bytes:
-            raise ValueError(f"tensors of {bounds[-1]} bytes in {data_bytes} bytes of data")
+            raise ValueError(f"the tensors have {bounds[-1]} bytes, the data {data_bytes} bytes")
 
 
 def arrange(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]], parts: Collection[str] = ()
 ) -> list[TensorEntry]:
-    """Entries for (name, dtype code, shape, alignment), in the order given.
+    """Give each tensor its byte range in the file.
 
-    Their places go by alignment, the widest first, and then by name, as in safetensors. Only that
-    those among ``parts`` (of global tensors) come before the others: whoever reads shards of
-    another world size wants the small whole ones of many shards, and finds them side by side.
+    The byte ranges follow the alignment, widest first, and then the name, as the safetensors
+    library arranges them. Among tensors of one alignment, those named in ``parts`` come first.
+
+    Args:
+        tensors: (name, dtype code, shape, alignment in bytes) of each tensor.
+        parts: names of tensors that are parts of global tensors. A restore on another number of
+            ranks reads the other, small tensors of many shards; they should be neighbours.
+
+    Returns:
+        An entry for each tensor, in the order of the argument.
     """
     entries: dict[int, TensorEntry] = {}
     offset = 0
 
-    def place(index: int) -> tuple[int, bool, str]:
+    def position(index: int) -> tuple[int, bool, str]:
         name, _, _, align_bytes = tensors[index]
         return -align_bytes, name not in parts, name
 
-    order = sorted(range(len(tensors)), key=place)
+    order = sorted(range(len(tensors)), key=position)
     for index in order:
         name, code, shape, _ = tensors[index]
         end = offset + math.prod(shape) * ITEM_BYTES[code]
-        entries[index] = TensorEntry(name, code, shape, offset, end)
+        entries[index] = TensorEntry(name=name, code=code, shape=shape, begin=offset, end=end)
         offset = end
     return [entries[index] for index in range(len(tensors))]
 
 
 def render_entries(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> str:
-    """The JSON of a header but for the values blob: what stays the same from save to save."""
+    """Render a header up to the values blob: an open JSON object without its closing brace.
+
+    This part is the same for all saves of a state, so a plan renders it once.
+    """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)}
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         fields[entry.name] = _fields(entry)
@@ -114,8 +144,20 @@ def render_entries(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) 
 
 
 def render_header(entries: str, *, data_bytes: int, values_bytes: int) -> bytes:
-    """The first bytes of a shard, up to its data: ``entries`` with the values blob added."""
-    blob = TensorEntry(VALUES_NAME, "U8", (values_bytes,), data_bytes, data_bytes + values_bytes)
+    """Return the bytes of a shard before its data: length, JSON and padding.
+
+    Args:
+        entries: the result of ``render_entries``.
+        data_bytes: length of all tensors without the values blob.
+        values_bytes: length of the values blob, which differs from save to save.
+    """
+    blob = TensorEntry(
+        name=VALUES_NAME,
+        code="U8",
+        shape=(values_bytes,),
+        begin=data_bytes,
+        end=data_bytes + values_bytes,
+    )
     text = f"{entries},{_json(VALUES_NAME)}:{_json(_fields(blob))}}}".encode()
     text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,7 @@
-"""What the ``__metadata__`` of a shard says about its tensors, beyond what safetensors knows."""
+"""The ``__metadata__`` of a shard: facts about its tensors that safetensors has no fields for.
+
+``snapshot/plan.py`` renders it, ``shard.py`` and ``client/read/open.py`` parse it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,20 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, slots=True)
 class ShardNotes:
-    """By name: true dtypes of tensors stored as bytes, aliases (tied names), shardings."""
+    """Facts about tensors, by tensor name.
+
+    Attributes:
+        dtypes: the torch dtype of a tensor that is stored as bytes.
+        aliases: another name of a tied tensor -> the name that it is stored under.
+        shardings: the place of a tensor that is a part of a global tensor.
+    """
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
 
     def render(self) -> dict[str, str]:
-        """As texts, the only thing that safetensors metadata holds."""
+        """Return the notes as texts: safetensors metadata maps texts to texts only."""
         parts = {
             "ecckpt.dtypes": dict(self.dtypes),
             "ecckpt.aliases": dict(self.aliases),
@@ -37,10 +46,15 @@ class ShardNotes:
 
 
 def parse_notes(metadata: Mapping[str, str]) -> ShardNotes:
-    """The notes of a shard; ``VersionMismatch`` or ``CorruptFragment`` if they are not ours."""
+    """Parse the metadata of a shard.
+
+    Raises:
+        VersionMismatch: another version of ecckpt's format.
+        CorruptFragment: the file is not a shard, or a note is malformed.
+    """
     version = metadata.get("ecckpt.format", "")
     if not (version.isascii() and version.isdigit() and len(version) < 10):
-        raise CorruptFragment(f"no shard: its metadata gives {version!r:.40} as the format")
+        raise CorruptFragment(f"not a shard: its metadata has the format {version!r:.40}")
     if int(version) != FORMAT:
         raise VersionMismatch("a shard", found=int(version), known=FORMAT)
     return ShardNotes(
@@ -52,6 +66,7 @@ def parse_notes(metadata: Mapping[str, str]) -> ShardNotes:
 
 def _fields(sharding: Sharding) -> dict[str, Any]:
     fields = asdict(sharding)
+    # `plain` is written only where it is true: older shards, and most tensors, do not have it.
     return fields if sharding.plain else {name: fields[name] for name in fields if name != "plain"}
 
 
@@ -73,9 +88,9 @@ def _sharding(fields: Any) -> Sharding:
     coordinate, offset = fields["coordinate"], fields["offset"]
     held, plain = fields.get("held"), fields.get("plain", False)
     if type(plain) is not bool:
-        raise TypeError("plain is a bool")
+        raise TypeError("plain is not a bool")
     if held is not None and len(held) != 3:
-        raise TypeError("a share is dimension, start and length")
+        raise TypeError("held is not a dimension, a start and a length")
     return Sharding(
         shape=_sizes(fields["shape"]),
         stride=_sizes(fields["stride"]),

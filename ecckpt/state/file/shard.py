@@ -1,4 +1,9 @@
-"""Reading: the bytes of a shard become tensors that look into them, and a tree of values."""
+"""The reader of a shard: from its bytes to tensors (views of them) and the tree of the state.
+
+``load`` fills a state from a ``Shard``. A restore reads in two steps, so that it can start before
+all bytes have arrived: ``read_index`` needs the header, ``read_values`` the values blob.
+``outline`` reads shards of other ranks without the bytes of their tensors.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +26,20 @@ from ecckpt.state.tree.decoding import MALFORMED, decode
 from ecckpt.state.tree.nodes import StoredTensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A shard, read. Its tensors are views: the buffer must outlive them and stay unchanged.
+    """A parsed shard.
 
-    ``tensors`` has every name, tied ones included (they are one tensor); ``shardings`` says of the
-    names that are parts of global tensors which part they are. With a ``seed``, generators of
-    random numbers are seeded from it instead of restored.
+    Its tensors are views of the caller's buffer, which must stay alive and unchanged as long as any
+    of them is used.
+
+    Attributes:
+        tensors: every name, aliases included; an alias has the same tensor as its other name.
+        shardings: for names whose tensor is a part of a global tensor, which part it is.
+        aliases: another name of a tied tensor -> the name that it is stored under.
+        packed_tree: the state without its tensors, encoded (``state/tree``).
+        seed: if not empty, a load seeds the random number generators from it and ignores their
+            saved states (a restore on another number of ranks).
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -36,32 +48,43 @@ class Shard:
     _names: tuple[str, ...]
     packed_tree: bytes
     seed: bytes = b""
-    # Made once, as far as they are made; not taken over by `replace`, which may change the tensors.
+    # Caches, filled at first use. `init=False`: `dataclasses.replace` must not copy them, because
+    # it may exchange the tensors.
     _stored: list[StoredTensor] = field(default_factory=list, init=False)
     _tree: list[dict[Any, Any]] = field(default_factory=list, init=False)
 
     def tree(self) -> dict[Any, Any]:
-        """The state, with a ``StoredTensor`` for each tensor; the containers are new every time."""
+        """Decode the state, with a ``StoredTensor`` in place of each tensor.
+
+        Each call returns new containers, which the caller owns. Raises ``CorruptFragment`` if the
+        tree is malformed.
+        """
         return self._tree.pop() if self._tree else self._decoded()
 
     def check(self) -> None:
-        """Raise ``CorruptFragment`` for a malformed tree, which ``tree`` would do."""
-        self._tree[:] = [self._decoded()]  # not made twice, for the first who wants it
+        """Decode the tree now; raises ``CorruptFragment`` if it is malformed."""
+        self._tree[:] = [self._decoded()]  # the next call of `tree` returns this one
 
     def _decoded(self) -> dict[Any, Any]:
         if not self._stored:
             self._stored.extend(_stored(self.tensors, self._names, self.shardings))
         tree = decode(self.packed_tree, self._stored.__getitem__)
         if not isinstance(tree, dict):
-            raise CorruptFragment("the state of a shard is no dict")
+            raise CorruptFragment("the state in a shard is not a dict")
         return tree
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """The header of a shard, read: its tensors as views, and where the values lie.
+class ShardIndex:
+    """A parsed header with views of the tensors.
 
-    Nothing but the header need be there yet for the views to be made.
+    Only the header has to be in the buffer; the bytes of tensors and values may still be missing.
+
+    Attributes:
+        notes: the parsed metadata.
+        tensors: views of the buffer by name, without aliases.
+        values: begin and end of the values blob, in bytes from the start of the shard.
+        blob: the header's entry of the values blob.
     """
 
     notes: ShardNotes
@@ -71,38 +94,46 @@ class Index:
 
 
 def read_shard(buffer: memoryview) -> Shard:
-    """Parse the shard that fills ``buffer``; its tensors are views of it, nothing is copied.
+    """Parse the shard that fills ``buffer``; its tensors are views of the buffer.
 
-    Raises ``CorruptFragment`` for anything but a shard, ``VersionMismatch`` for one of another
-    format. What it allocates is bounded by the length of the buffer.
+    The caller owns the buffer, and keeps it unchanged while it uses the shard. The memory that this
+    allocates is bounded by the length of the buffer.
+
+    Raises:
+        CorruptFragment: the bytes are not a shard.
+        VersionMismatch: a shard of another format version.
     """
     return read_values(read_index(buffer), buffer)
 
 
-def read_index(buffer: memoryview) -> Index:
-    """The first half of ``read_shard``: needs the header in ``buffer``, nothing else."""
+def read_index(buffer: memoryview) -> ShardIndex:
+    """Do the first half of ``read_shard``, which needs only the header in ``buffer``."""
     buffer = memoryview(buffer).cast("B")
     with collector_paused():
         header = parse_header(buffer)
         notes = parse_notes(header.metadata)
         blob, start = header.values, header.data_start
-        views = Views.of(buffer, header, notes)
-    return Index(notes, views, (start + blob.begin, start + blob.end), blob)
+        views = Views.of_shard(buffer, header, notes)
+    return ShardIndex(notes, views, (start + blob.begin, start + blob.end), blob)
 
 
-def read_values(index: Index, buffer: memoryview) -> Shard:
-    """The second half of ``read_shard``: needs the values in ``buffer``."""
+def read_values(index: ShardIndex, buffer: memoryview) -> Shard:
+    """Do the second half of ``read_shard``, which needs the values blob in ``buffer``."""
     values = bytes(memoryview(buffer).cast("B")[slice(*index.values)])
     with collector_paused():
         names, tree = _unpack(values, index.blob)
         aliases = _checked_aliases(index.tensors, index.notes)
         shard = _shard(index.tensors.with_aliases(aliases), index.notes, names, tree)
-        shard.check()  # a malformed tree is found now, not when half of a job has restored
+        # Decode now: a malformed tree must fail before any rank has changed its state.
+        shard.check()
     return shard
 
 
 def outline(header: ShardHeader, notes: ShardNotes, values: bytes) -> Shard:
-    """A shard of which only the header and the values were read: its tensors are meta tensors."""
+    """Make a shard from its header and values blob alone; its tensors are meta tensors.
+
+    Raises ``CorruptFragment`` if header, notes and values do not belong together.
+    """
     names, tree = _unpack(values, header.values)
     forms = zip(header.names[:-1], tensor_forms(header, notes), strict=True)
     tensors = {name: meta_tensor(tuple(form.shape), form.dtype) for name, form in forms}
@@ -112,7 +143,11 @@ def outline(header: ShardHeader, notes: ShardNotes, values: bytes) -> Shard:
 
 
 def meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values. By way of bytes: torch warns of some dtypes when it makes them."""
+    """Return a meta tensor, which has no memory.
+
+    It is made as bytes and viewed as ``dtype``, because torch warns about some dtypes when it
+    creates tensors of them.
+    """
     size_bytes = math.prod(shape) * dtype.itemsize
     return torch.empty(size_bytes, dtype=torch.uint8, device="meta").view(dtype).view(shape)
 
@@ -121,7 +156,7 @@ def _unpack(values: bytes, blob: TensorEntry) -> tuple[tuple[str, ...], bytes]:
     try:
         names, tree = msgpack.unpackb(values)
         if blob.code != "U8" or type(tree) is not bytes or type(names) is not list:
-            raise TypeError("its parts have other types")
+            raise TypeError("unexpected types")
     except (*MALFORMED, msgpack.UnpackException) as error:
         raise CorruptFragment(f"the values of a shard cannot be read: {error}") from error
     return tuple(names), tree
@@ -132,7 +167,7 @@ def _stored(
 ) -> list[StoredTensor]:
     if isinstance(tensors, Views):
         return tensors.stored(names, shardings)
-    return [StoredTensor.of(name, tensors, shardings.get(name)) for name in names]
+    return [StoredTensor.of_tensor(name, tensors, shardings.get(name)) for name in names]
 
 
 def _checked_aliases(stored: Collection[str], notes: ShardNotes) -> Mapping[str, str]:
@@ -140,7 +175,7 @@ def _checked_aliases(stored: Collection[str], notes: ShardNotes) -> Mapping[str,
         all(name in stored for name in notes.aliases.values())
         and not any(alias in stored for alias in notes.aliases)
     ):
-        raise CorruptFragment("a shard whose aliases do not lead to tensors")
+        raise CorruptFragment("the aliases in a shard do not match its tensors")
     return notes.aliases
 
 
@@ -157,5 +192,11 @@ def _shard(
     except TypeError:
         complete = False
     if not complete or not shardings.keys() <= known:
-        raise CorruptFragment("a shard whose list of tensors is not that of its header")
-    return Shard(tensors, shardings, dict(notes.aliases), names, tree)
+        raise CorruptFragment("the tensors in a shard's values differ from those in its header")
+    return Shard(
+        tensors=tensors,
+        shardings=shardings,
+        aliases=dict(notes.aliases),
+        _names=names,
+        packed_tree=tree,
+    )

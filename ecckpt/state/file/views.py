@@ -1,7 +1,8 @@
-"""The tensors of a shard: their forms, where each lies, and views of them.
+"""The tensors of a shard as a mapping that makes views lazily; used by ``shard.py``.
 
-Views are made when somebody asks for one. To fill the tensors of a state nobody does, and of 20,000
-tensors views take far longer to make than their bytes to copy.
+To fill the tensors of a state, a load needs only their addresses (``Views.stored``). Making views
+of 20,000 tensors would take far longer than copying their bytes, so a view is made when a caller
+asks for that tensor.
 """
 
 from __future__ import annotations
@@ -23,48 +24,62 @@ from ecckpt.state.tree.decoding import MALFORMED
 from ecckpt.state.tree.nodes import StoredTensor, TensorForm
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Views(Mapping[str, torch.Tensor]):
-    """Tensors by name. The buffer must outlive the views and stay unchanged; it is kept alive."""
+    """Views of a shard's tensors by name.
+
+    The caller owns the buffer and must keep its content while views are in use. The views keep the
+    buffer object alive.
+    """
 
     buffer: memoryview  # all bytes of the shard
-    _data: torch.Tensor  # the same
+    _data: torch.Tensor  # the same memory, as uint8
     _forms: Sequence[TensorForm]
-    _begins: Sequence[int]  # in the shard
-    _index: dict[str, int]
-    _made: dict[int, torch.Tensor] = field(default_factory=dict)
+    _begins: Sequence[int]  # bytes from the start of the shard
+    _index: dict[str, int]  # by name, into _forms and _begins; aliases share an index
+    _cache: dict[int, torch.Tensor] = field(default_factory=dict)  # views made so far
 
     @classmethod
-    def of(cls, buffer: memoryview, header: ShardHeader, notes: ShardNotes) -> Self:
-        """The tensors of a shard; only its header need be in ``buffer`` yet.
+    def of_shard(cls, buffer: memoryview, header: ShardHeader, notes: ShardNotes) -> Self:
+        """Make the mapping; only the shard's header has to be in ``buffer`` yet.
 
-        Raises ``CorruptFragment`` for what the notes cannot have said of such tensors.
+        Raises ``CorruptFragment`` if the notes do not fit the tensors in the header.
         """
-        with warnings.catch_warnings():  # nobody writes through these views, read-only or not
+        # torch warns that writing to a read-only buffer is undefined. ecckpt only reads the views.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             data = torch.frombuffer(buffer, dtype=torch.uint8)
         index = dict(zip(header.names[:-1], range(len(header.names)), strict=False))
         begins = (header.begins + header.data_start).tolist()
-        views = cls(buffer, data, tensor_forms(header, notes), begins, index)
+        views = cls(
+            buffer=buffer,
+            _data=data,
+            _forms=tensor_forms(header, notes),
+            _begins=begins,
+            _index=index,
+        )
         for name, sharding in notes.shardings.items():
             form = views.form(name) if name in index else None
             rank = len(sharding.shape) if sharding.coordinate is not None else None
             if form and form.size_bytes and rank not in (None, len(form.shape)):
-                raise CorruptFragment(f"{name!r:.80} is a part of a tensor of another rank")
+                raise CorruptFragment(
+                    f"{name!r:.80} has {len(form.shape)} dimensions, "
+                    f"the tensor it is a part of has {rank}"
+                )
         return views
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor; the same one every time, and for tied names."""
+        """Return the view of a tensor; repeated calls and aliases get the same object."""
         index = self._index[name]
-        if index not in self._made:
+        if index not in self._cache:
             dtype, shape, size_bytes = self._forms[index]
             begin = self._begins[index]
-            self._made[index] = (
+            self._cache[index] = (
                 self._data[begin : begin + size_bytes].view(dtype).view(shape)
                 if size_bytes
                 else torch.empty(shape, dtype=dtype)
             )
-        return self._made[index]
+        return self._cache[index]
 
     def __contains__(self, name: object) -> bool:
         return name in self._index
@@ -76,23 +91,28 @@ class Views(Mapping[str, torch.Tensor]):
         return len(self._index)
 
     def form(self, name: str) -> TensorForm:
-        """Dtype and shape of a tensor."""
+        """Return dtype, shape and length of a tensor."""
         return self._forms[self._index[name]]
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where the tensor's bytes begin in the shard, and where they end."""
+        """Return where a tensor begins and ends, in bytes from the start of the shard."""
         begin = self._begins[self._index[name]]
         return begin, begin + self.form(name).size_bytes
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Views:
-        """The same tensors, some under other names too."""
+        """Return the same tensors, with aliases (other name -> name) added."""
         more = {alias: self._index[name] for alias, name in aliases.items()}
         return Views(
-            self.buffer, self._data, self._forms, self._begins, self._index | more, self._made
+            buffer=self.buffer,
+            _data=self._data,
+            _forms=self._forms,
+            _begins=self._begins,
+            _index=self._index | more,
+            _cache=self._cache,
         )
 
     def stored(self, names: Sequence[str], shardings: Mapping[str, Sharding]) -> list[StoredTensor]:
-        """The nodes of a saved tree that stand for these tensors."""
+        """Make the nodes of a saved tree that stand for the named tensors, in that order."""
         indices = list(map(self._index.__getitem__, names))
         forms = map(self._forms.__getitem__, indices)
         begins = map(self._begins.__getitem__, indices)
@@ -102,23 +122,23 @@ class Views(Mapping[str, torch.Tensor]):
 
 
 def tensor_forms(header: ShardHeader, notes: ShardNotes) -> list[TensorForm]:
-    """What torch calls the dtypes and shapes of a shard's tensors, in the order of the header.
+    """Return dtype, shape and length of a shard's tensors, in the order of the header.
 
-    Raises ``CorruptFragment`` for those that torch, this version of it, does not know.
+    Raises ``CorruptFragment`` for a dtype that this version of torch does not have.
     """
     try:
-        forms = [_form(form) for form in header.forms]
-        each = [forms[index] for index in header.form_of.tolist()[:-1]]
+        distinct = [_form(form) for form in header.forms]
+        forms = [distinct[index] for index in header.form_of.tolist()[:-1]]
         if notes.dtypes:
             begins = header.begins.tolist()
             for index, name in enumerate(header.names[:-1]):
                 if name in notes.dtypes:
                     code = header.forms[header.form_of[index]][0]
                     dtype = BYTES_DTYPES[notes.dtypes[name]]
-                    each[index] = _as_bytes(name, code, each[index], dtype, begins[index])
+                    forms[index] = _as_bytes(name, code, forms[index], dtype, begins[index])
     except MALFORMED as error:
         raise CorruptFragment(f"a tensor of a shard cannot be read: {error}") from error
-    return each
+    return forms
 
 
 def _form(form: Form) -> TensorForm:
@@ -127,8 +147,8 @@ def _form(form: Form) -> TensorForm:
 
 
 def _as_bytes(name: str, code: str, form: TensorForm, dtype: torch.dtype, begin: int) -> TensorForm:
-    """The form of a tensor that was stored as bytes."""
+    """Return the form of a tensor that is stored as bytes: the last dimension is an element."""
     shape = form.shape
     if code != "U8" or shape[-1] != dtype.itemsize or (begin % dtype.itemsize and form.size_bytes):
-        raise ValueError(f"{name!r:.80} is no {dtype} as bytes")
+        raise ValueError(f"{name!r:.80} does not hold elements of {dtype} as bytes")
     return TensorForm(dtype, torch.Size(shape[:-1]), form.size_bytes)

@@ -1,1 +1,1 @@
-"""From a shard back into a state: checked first, loaded all or nothing."""
+"""Loading a shard into a live state: everything is checked first, then all or nothing is loaded."""

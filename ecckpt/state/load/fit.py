@@ -1,6 +1,6 @@
-"""Whether a saved state fits a live one, and the steps that would restore it.
+"""``Fit``: collects the problems and the steps of a restore while ``load.py`` compares two states.
 
-Fitting changes nothing: it collects every problem, and steps to run if there is none.
+Collecting changes nothing. ``restore`` runs the steps if there is no problem.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ _name_of = attrgetter("name")
 
 
 class Phase(IntEnum):
-    """The order of the steps: what restores random numbers comes after all that may draw some."""
+    """The order of the steps after tensors were filled.
 
-    TREE = 0
+    Random number generators come last, because any ``load_state_dict`` may draw from them.
+    """
+
+    TREE = 0  # values, modules with extra state
     OPTIMIZER = 1
-    OBJECT = 2
+    OBJECT = 2  # other objects with load_state_dict
     RNG = 3
 
 
 class Fit:
-    """The problems found and the steps prepared, while a live state is walked.
+    """The problems and steps of one restore.
 
-    ``likes`` are the live tensors that saved ones go into, or are made like, by the latter's name.
-    ``assigner``: what has tensors that need not be copied, if anybody.
+    Attributes:
+        likes: by saved name, the live tensor that it fills or is made like.
+        shardings: the cache of live DTensors' shardings.
+        assigner: assigns tensors instead of copying them; None: everything is copied.
     """
 
     def __init__(self, assigner: Assigner | None = None) -> None:
@@ -53,33 +58,33 @@ class Fit:
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit, in the order in which the states were walked."""
-        self._settle()
+        """All problems so far, in the order of the walk."""
+        self._fit_waiting()
         return self._problems
 
     def problem(self, path: Path, text: str) -> None:
-        """Note that what is at ``path`` does not fit."""
+        """Add a problem of the value at ``path``."""
         self.problems.append(f"{describe(path)}: {text}")
 
-    def later(self, phase: Phase, step: Callable[[], object]) -> None:
-        """Note a step; steps run by phase, and within a phase in the order noted."""
+    def add_step(self, phase: Phase, step: Callable[[], object]) -> None:
+        """Add a step; ``restore`` runs steps by phase, and within a phase in this order."""
         self._steps.append((phase, step))
 
     def require(self) -> None:
-        """Raise ``StateMismatch`` if anything did not fit."""
+        """Raise ``StateMismatch`` if there is any problem."""
         if self.problems:
             raise StateMismatch(self.problems)
 
-    def run(self) -> None:
-        """Restore."""
+    def restore(self) -> None:
+        """Fill the tensors, then run the steps; raises ``StateMismatch`` before any change."""
         self.require()
-        self._fills.run()
+        self._fills.fill_all()
         for _, step in sorted(self._steps, key=lambda step: step[0]):
             step()
 
     def keys(self, live: Collection[Any], stored: Collection[Any], path: Path) -> bool:
-        """Whether both have the same keys; each one that only one of them has is a problem."""
-        if live == stored:  # of two views of keys: as sets
+        """Return whether both have the same keys; a key in only one of them is a problem."""
+        if live == stored:  # two views of keys compare as sets
             return True
         missing = [key for key in live if key not in stored]
         unexpected = [key for key in stored if key not in live]
@@ -90,13 +95,13 @@ class Fit:
         return not (missing or unexpected)
 
     def count(self, live: int, stored: int, what: str, path: Path) -> bool:
-        """Whether both have as many of ``what``; a problem otherwise."""
+        """Return whether both numbers of ``what`` are equal; otherwise it is a problem."""
         if live != stored:
             self.problem(path, f"{stored} {what} saved, {live} here")
         return live == stored
 
     def tensor(self, live: torch.Tensor, stored: Any, path: Path) -> None:
-        """Fit a live tensor; it will be filled in place."""
+        """Fit a live tensor to a saved node; ``restore`` will fill it in place."""
         if not isinstance(stored, StoredTensor):
             self.problem(path, f"a tensor here, {stored_name(stored)} saved")
             return
@@ -106,12 +111,12 @@ class Fit:
     def tensors(
         self, live: Mapping[Any, torch.Tensor], stored: Mapping[Any, Any], path: Path
     ) -> None:
-        """``tensor`` for all of a dict, of which ``stored`` has every key."""
-        chosen = [stored[key] for key in live]
-        if {StoredTensor}.issuperset(map(type, chosen)):
-            self.likes.update(zip(map(_name_of, chosen), live.values(), strict=True))
+        """Call ``tensor`` for all items of a dict; ``stored`` has each key."""
+        nodes = [stored[key] for key in live]
+        if {StoredTensor}.issuperset(map(type, nodes)):
+            self.likes.update(zip(map(_name_of, nodes), live.values(), strict=True))
             paths = [(*path, key) for key in live]
-            self._waiting += zip(live.values(), chosen, paths, strict=True)
+            self._waiting += zip(live.values(), nodes, paths, strict=True)
             return
         for key, tensor in live.items():
             self.tensor(tensor, stored[key], (*path, key))
@@ -119,9 +124,12 @@ class Fit:
     def same_form(
         self, live: torch.Tensor, local: torch.Tensor, stored: StoredTensor, path: Path
     ) -> bool:
-        """Whether shape, dtype and sharding agree; ``local`` is the part of ``live`` held here."""
+        """Return whether shape, dtype and sharding agree; a difference is a problem.
+
+        ``local`` is this rank's part of ``live``: ``live`` itself unless that is a DTensor.
+        """
         before = len(self.problems)
-        sharding = self.shardings.of(live) if local is not live else None  # type: ignore[arg-type]
+        sharding = self.shardings.sharding_of(live) if local is not live else None  # type: ignore[arg-type]
         if sharding != stored.sharding:
             self.problem(
                 path,
@@ -136,13 +144,13 @@ class Fit:
 
     # -- tensors that are filled in place ---------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Look at the tensors that wait for it: together, since most are of the usual kind."""
+    def _fit_waiting(self) -> None:
+        """Fit the tensors noted so far, in batches: most are plain and match in C."""
         waiting, self._waiting = self._waiting, []
         for start in range(0, len(waiting), TOGETHER):
             pairs = waiting[start : start + TOGETHER]
             addresses = matching(pairs)
-            if addresses is not None and self._filled.add_new(addresses, pairs):
+            if addresses is not None and self._filled.add_untied(addresses, pairs):
                 lives, stored, _ = zip(*pairs, strict=True)
                 self._fills.add_plain(lives, addresses, stored)
                 continue
@@ -161,17 +169,20 @@ class Fit:
         if not _fillable(part.local, stored):
             self.problem(path, "expanded here, but saved with elements that differ")
             return
-        first = self._filled.first(part, pair)
+        first = self._filled.first_of(part, pair)
         _, known, known_path = first
         if first is not pair and not same_bytes(known.data, stored.data):
             self.problem(
                 path, f"the same memory as {describe(known_path)} here, saved with other values"
             )
-        self._fills.add(part.local, stored)
+        self._fills.add_fill(part.local, stored)
 
 
 def _fillable(local: torch.Tensor, stored: StoredTensor) -> bool:
-    """An expanded tensor has one element for many: they must all be the same."""
+    """Return whether ``stored`` can be written to ``local``.
+
+    An expanded tensor has one element of memory for many indices: the saved ones must be equal.
+    """
     if local.is_contiguous():
         return True
     target, source = collapse(local, stored.data)

@@ -1,4 +1,10 @@
-"""Restoring: a shard into a live state, in place, all of it or nothing."""
+"""Restores a shard into a live state, in place, all or nothing.
+
+``client/restore`` calls ``check`` on all ranks and lets each rank load only if all have succeeded:
+
+    check: compare trees, collect problems and steps (Fit)  ->  StateMismatch, nothing changed
+    load:  fill tensors, then run the steps by phase (``fit.Phase``)
+"""
 
 from __future__ import annotations
 
@@ -38,13 +44,20 @@ Put = Callable[[Any], object]
 
 
 def check(state: dict[Any, Any], shard: Shard, *, assign: bool = False) -> Callable[[], int]:
-    """See whether ``shard`` fits ``state``; returns what restores it, to be called once.
+    """Check whether ``shard`` fits ``state``, without changing either.
 
-    Changes nothing, and neither may change before that call. Raises ``StateMismatch``, listing
-    every path that does not fit.
+    Args:
+        state: the live state; owned by the caller.
+        shard: the parsed shard. Its buffer stays unchanged until the returned function has run.
+        assign: let tensors use the memory of the shard's buffer where possible, instead of copying.
+            The caller then gives up the buffer, which must be writable and private to this process.
 
-    To ``assign``, the caller gives the shard's buffer away, which is writable: tensors that can be
-    lie in there from then on instead of being copied. What restores returns how many bytes do.
+    Returns:
+        A function that restores, to be called at most once, while neither ``state`` nor ``shard``
+        has changed. It returns the number of bytes that were assigned instead of copied.
+
+    Raises:
+        StateMismatch: lists each path that does not fit.
     """
     views = shard.tensors
     assigner = Assigner(views.buffer) if assign and isinstance(views, Views) else None
@@ -52,28 +65,32 @@ def check(state: dict[Any, Any], shard: Shard, *, assign: bool = False) -> Calla
         fit = _fit(state, shard, assigner=assigner)
     fit.require()
 
-    def run() -> int:
-        fit.run()
+    def restore() -> int:
+        fit.restore()
         return 0 if assigner is None else assigner.assigned_bytes
 
-    return run
+    return restore
 
 
 def load(state: dict[Any, Any], shard: Shard) -> None:
     """Restore ``shard`` into ``state``, in place.
 
-    Tensors are filled, containers of values and arrays get new contents, objects are given their
-    state; whatever could refuse is checked before the first change (``StateMismatch``). Nothing
-    restored refers to the shard's buffer. An object whose own ``load_state_dict`` raises leaves the
-    state half restored, and its error is passed on.
+    Tensors are filled, containers of values and arrays get new contents, objects get their state by
+    ``load_state_dict``. Everything that can be checked is checked before the first change. The
+    restored state does not refer to the shard's buffer.
+
+    Raises:
+        StateMismatch: the shard does not fit; nothing was changed.
+        Exception: from an object's own ``load_state_dict``; the state is then partly restored.
     """
     check(state, shard)()
 
 
 def survey(state: dict[Any, Any], shard: Shard) -> dict[str, torch.Tensor]:
-    """Which live tensor each saved one would go into, or be made like, as far as they match.
+    """Return, by saved name, the live tensor that a saved one fills or is made like.
 
-    Of the tensors only their form counts: their data need not be there.
+    It uses the forms of tensors only: the bytes of the shard's tensors may still be missing.
+    Tensors without a counterpart are left out.
     """
     return _fit(state, shard, with_data=False).likes
 
@@ -96,7 +113,10 @@ def _fit(
 
 
 class _Walk:
-    """Goes down a live and a saved tree together; ``put`` replaces a value in its container."""
+    """Walks a live and a saved tree together, and adds problems and steps to a ``Fit``.
+
+    ``put(value)`` replaces the live node in its container.
+    """
 
     def __init__(self, fit: Fit, seed: bytes, *, with_data: bool) -> None:
         self._fit = fit
@@ -117,7 +137,7 @@ class _Walk:
             else:
                 fit.problem(path, f"{stored_name(stored)} saved, {kind_name(live)} here")
         else:
-            fit.later(Phase.TREE, lambda: put(refilled(live, stored)))
+            fit.add_step(Phase.TREE, lambda: put(refilled(live, stored)))
 
     def _container(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         if isinstance(live, dict):
@@ -135,7 +155,8 @@ class _Walk:
         for index, item in enumerate(items):
             self.node(item, stored[index], (*path, index), _setter(items, index))
         if isinstance(live, tuple):
-            self._fit.later(Phase.TREE, lambda: put(_tuple_of(items, live)))
+            # A tuple cannot be changed: `put` of its items changes the list, which replaces it.
+            self._fit.add_step(Phase.TREE, lambda: put(_tuple_of(items, live)))
 
     def _object(self, live: Stateful, stored: Any, path: Path) -> None:
         if isinstance(live, nn.Module):
@@ -143,18 +164,19 @@ class _Walk:
         elif isinstance(live, Optimizer) and is_optimizer_state(stored):
             fit_optimizer(live, stored, path, self._fit)
         elif isinstance(live, Optimizer) and type(live).state_dict is Optimizer.state_dict:
-            self._fit.problem(path, "an optimizer here, but no optimizer's state saved")
+            self._fit.problem(path, "an optimizer here, but the saved state is not one's")
         else:
             self._stateful(live, stored, path)
 
     def _stateful(self, live: Stateful, stored: Any, path: Path) -> None:
-        """Any other object: its ``state_dict()`` is not called, for a loader it has side effects.
+        """Fit an object that is neither a module nor an optimizer.
 
-        Only where DTensors were saved: nothing else tells their mesh.
+        Its ``state_dict()`` is called only if DTensors were saved, because a live DTensor is the
+        only source of their mesh. It has side effects on data loaders.
         """
         if isinstance(live, RngState) and self._seed:
             seed = self._seed + describe(path).encode(errors="surrogatepass")
-            self._fit.later(Phase.RNG, lambda: live.reseed(seed))
+            self._fit.add_step(Phase.RNG, lambda: live.reseed(seed))
             return
         sharded = holds(stored, _is_sharded)
         template = live.state_dict() if sharded else None
@@ -165,12 +187,13 @@ class _Walk:
         rebuild = rebuilding(self._fit, stored, find, path)
         check_state_dict = getattr(live, "check_state_dict", None)
         if callable(check_state_dict) and self._with_data:
-            # Copies, because views may be misaligned: torch crashes on a generator's state that is.
+            # Copies: views of the shard may be misaligned, and torch crashes on the misaligned
+            # state of a generator.
             copies = replace_tensors(stored, lambda tensor, _: tensor.data.clone())
             for problem in check_state_dict(copies):
                 self._fit.problem(path, problem)
         phase = Phase.RNG if isinstance(live, RngState) else Phase.OBJECT
-        self._fit.later(phase, lambda: live.load_state_dict(rebuild()))
+        self._fit.add_step(phase, lambda: live.load_state_dict(rebuild()))
 
 
 def _is_sharded(node: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Live tensors and the saved ones that go into them, many looked at together."""
+"""Pairs of live and saved tensors, compared in batches; and ties between live tensors.
+
+``fit.py`` uses it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ _dtype_of, _shape_of = attrgetter("form.dtype"), attrgetter("form.shape")
 _address_of, _sharding_of = attrgetter("address"), attrgetter("sharding")
 
 
-# A live tensor, the saved one that goes into it, and where in the state they are. A plain tuple:
-# of those, `zip` makes thousands in no time.
+# (live tensor, saved tensor, path in the state). A plain tuple, because `zip` makes thousands of
+# them in C.
 Pair = tuple[torch.Tensor, StoredTensor, Path]
 
 
 def matching(pairs: Sequence[Pair]) -> list[int] | None:
-    """The addresses of the live tensors, if all pairs fit and are but bytes to copy; else None.
+    """Return the addresses of the live tensors if all pairs are plain copies of bytes.
 
-    Whoever gets None looks at the pairs one by one. An address is 0 where there are no elements.
+    That is: plain CPU tensors in C order on both sides, with equal dtypes and shapes, not sharded.
+    An address is 0 for an empty tensor. The result is None if any pair is different; the caller
+    then examines the pairs one by one.
     """
     lives, stored, _ = zip(*pairs, strict=True)
     columns = columns_of(lives)
@@ -42,14 +47,18 @@ def matching(pairs: Sequence[Pair]) -> list[int] | None:
 
 
 class Filled:
-    """What memory of a live state gets which saved tensor, to find what is tied."""
+    """The memory of a live state that has a saved tensor assigned, to find tied live tensors."""
 
     def __init__(self, shardings: Shardings) -> None:
         self._shardings = shardings
-        self._pairs: dict[int, tuple[Pair, ...]] = {}  # by address, of different parts of memory
+        # By address. Several pairs of one address differ in shape, strides or dtype.
+        self._pairs: dict[int, tuple[Pair, ...]] = {}
 
-    def add_new(self, addresses: Sequence[int], pairs: Sequence[Pair]) -> bool:
-        """Add pairs of other addresses than all before; False, and nothing added, if any is not."""
+    def add_untied(self, addresses: Sequence[int], pairs: Sequence[Pair]) -> bool:
+        """Add pairs if all their addresses are new and distinct; otherwise add none, return False.
+
+        Pairs with equal addresses may be tied, and have to go through ``first_of``.
+        """
         distinct = set(addresses) - {0}
         if len(distinct) + addresses.count(0) != len(addresses):
             return False
@@ -59,8 +68,8 @@ class Filled:
         self._pairs.pop(0, None)
         return True
 
-    def first(self, part: Part, pair: Pair) -> Pair:
-        """The first pair of the same elements of the same memory, maybe this one; adds it."""
+    def first_of(self, part: Part, pair: Pair) -> Pair:
+        """Return the first pair with the same elements of the same memory; add ``pair`` if none."""
         key = memory_key(part)
         if key is None:
             return pair

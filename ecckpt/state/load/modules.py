@@ -1,4 +1,4 @@
-"""Fitting a module: its own parameters and buffers are filled where they are."""
+"""Fits a ``nn.Module``: its parameters and buffers are filled in place; ``load.py`` uses it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _EXTRA_STATE = "_extra_state"  # torch's own suffix, for what get_extra_state() 
 
 
 def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
-    """Fit ``module``: the same keys, and tensors of the same form.
+    """Fit ``module``: it must have the saved keys, and tensors of the saved forms.
 
-    Tensors are filled in place, so parameters stay the objects that an optimizer knows. Only a
-    module that saves more than its own memory (extra state, copies made by a hook) is restored by
-    ``load_state_dict``.
+    Tensors are filled in place, so that parameters stay the objects in the optimizer.
+    ``load_state_dict`` restores only modules whose ``state_dict()`` has more than their own memory:
+    extra state, or copies made by a hook.
     """
     if not isinstance(stored, dict):
         fit.problem(path, f"a module here, {stored_name(stored)} saved")
@@ -33,7 +33,9 @@ def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
     if in_place and same_keys:
         fit.tensors(live if fit.assigner is None else _owners(live, module), stored, path)
         return
-    tensors = fit if in_place else Fit()  # filling copies would restore nothing
+    # Not in place, `live` has copies of the module's tensors: a separate Fit compares them, and
+    # only its problems are used. Filling the copies would restore nothing.
+    tensors = fit if in_place else Fit()
     for key, value in live.items():
         if key in stored and isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
             tensors.tensor(value, stored[key], (*path, key))
@@ -49,15 +51,18 @@ def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
 
     def load() -> None:
         rebuilt = rebuild()
-        # The versions by which modules tell old states from new ones.
+        # Modules read the version of a saved state from `_metadata` (_load_from_state_dict).
         rebuilt._metadata = getattr(live, "_metadata", {})
         module.load_state_dict(rebuilt)
 
-    fit.later(Phase.TREE, load)
+    fit.add_step(Phase.TREE, load)
 
 
 def _owners(live: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """The module's own tensors instead of what only shares their memory."""
+    """Replace detached tensors of a ``state_dict()`` by the module's own ones.
+
+    An assigner exchanges the memory of a tensor object, which has to be the module's.
+    """
     owners: dict[str, torch.Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -70,13 +75,14 @@ def _owners(live: dict[str, Any], module: nn.Module) -> dict[str, Any]:
 
 def _is_same(value: Any, owner: torch.Tensor) -> bool:
     both = (value, owner)
-    if not all(type(each) in PLAIN_TYPES and each.layout is torch.strided for each in both):
+    if not all(type(one) in PLAIN_TYPES and one.layout is torch.strided for one in both):
         return False
-    key, other = (memory_key(Part(each, None)) for each in both)
+    key, other = (memory_key(Part(one, None)) for one in both)
     return key is not None and key == other
 
 
 def _is_own_memory(live: dict[str, Any], module: nn.Module) -> bool:
+    """Return whether ``live``, its state_dict(), has nothing but memory of the module."""
     owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return all(
         isinstance(value, torch.Tensor)
@@ -88,6 +94,6 @@ def _is_own_memory(live: dict[str, Any], module: nn.Module) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
-        return 0  # no single storage; refused when it is fitted
+        return 0  # it has no single storage; `part_of` refuses it later, with its path
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor  # type: ignore[arg-type]
     return local.untyped_storage().data_ptr()

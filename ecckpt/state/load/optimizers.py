@@ -1,4 +1,8 @@
-"""Fitting an optimizer: what it has not made yet is made from the saved state."""
+"""Fits a torch optimizer; ``load.py`` uses it.
+
+An optimizer creates its state (moments) in its first step, so at a restore there is usually no
+tensor to fill: new ones are made from the saved state and handed to ``load_state_dict``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ from ecckpt.state.tensors.tensors import part_of
 from ecckpt.state.tree.nodes import StoredTensor
 from ecckpt.state.tree.tree import holds
 
-# Saved parameter numbers, and the live parameters they stand for.
+# The number of a parameter in the saved state -> the live parameter.
 Params = dict[Any, torch.Tensor]
 
 
 def is_optimizer_state(stored: Any) -> bool:
-    """Whether ``stored`` has the form of torch's ``Optimizer.state_dict()``."""
+    """Return whether ``stored`` has the form of torch's ``Optimizer.state_dict()``."""
     return (
         isinstance(stored, dict)
         and isinstance(stored.get("state"), dict)
@@ -37,10 +41,10 @@ def is_optimizer_state(stored: Any) -> bool:
 
 
 def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit: Fit) -> None:
-    """Fit ``optimizer``: as many groups and parameters, and state that goes with them.
+    """Fit ``optimizer``: it must have the saved numbers of groups and parameters.
 
-    It is restored by ``load_state_dict``, whether it has taken steps or is new. DTensors get the
-    mesh of their parameter; torch's cast of state to the dtype of the parameter is undone.
+    ``load_state_dict`` restores it, whether it has taken steps or is new. DTensors in the state get
+    the mesh of their parameter. torch casts state to the dtype of the parameter; that is undone.
     """
     groups = stored["param_groups"]
     if not fit.count(len(optimizer.param_groups), len(groups), "parameter groups", path):
@@ -50,36 +54,40 @@ def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit:
         at = (*path, "param_groups", index)
         fit.count(len(live["params"]), len(saved["params"]), "parameters", at)
         params.update(zip(saved["params"], live["params"], strict=False))
-        # Flags that are off by default come and go with versions of torch; other options tell
-        # one kind of optimizer from another.
+        # A missing option means another class of optimizer, except for flags that are off by
+        # default: versions of torch add and remove them.
         for option, default in optimizer.defaults.items():
             if option not in saved and default is not None and default is not False:
-                fit.problem((*at, option), "an option of this optimizer that the saved one lacks")
+                fit.problem((*at, option), "an option of this optimizer, missing in the saved one")
     for number, entry in stored["state"].items():
         at = (*path, "state", number)
         if type(number) is int and number not in params:
             fit.problem(at, "saved for a parameter that this optimizer does not have")
+        # Other keys (not numbers) are state of the optimizer itself, which has no parameter.
         elif number in params and isinstance(entry, dict):
             _fit_entry(optimizer.state.get(params[number], {}), entry, at, fit)
 
     was_whole = not holds(stored["state"], _is_part)
 
     def find(tensor: StoredTensor, at: Path) -> torch.Tensor | None:
-        # torch moves plain tensors to where it wants them; `step` may stay in CPU memory.
+        # For a plain tensor: None, so that it is made on the CPU. load_state_dict moves it to the
+        # device of its parameter, except `step`, which may stay on the CPU.
         param = params.get(at[len(path) + 1])
-        # Of a training without DTensors: what has the shape of its parameter goes along with it.
+        # The run that saved had no DTensors, but this one has: a saved moment has the shape of its
+        # whole parameter, and is sharded like it.
         follows = was_whole and is_dtensor(param) and len(tensor.shape)
         same = follows and param is not None and param.shape == tensor.shape
         return param if tensor.sharding or same else None
 
-    # torch keeps the tensors that it is given, unless it casts or moves them.
+    # load_state_dict keeps the tensors that it gets, unless it casts or moves them; so they may be
+    # assigned.
     rebuild = rebuilding(fit, stored, find, path, fit.assigner)
 
     def load() -> None:
         optimizer.load_state_dict(rebuild())
         _undo_casts(optimizer, stored["state"], params, Fills(fit.assigner))
 
-    fit.later(Phase.OPTIMIZER, load)
+    fit.add_step(Phase.OPTIMIZER, load)
 
 
 def _is_part(node: Any) -> bool:
@@ -99,7 +107,10 @@ def _fit_entry(live: dict[str, Any], stored: dict[str, Any], path: Path, fit: Fi
 
 
 def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params, fills: Fills) -> None:
-    """``load_state_dict`` casts state to its parameter's dtype: bfloat16 for float32 moments."""
+    """Restore tensors that ``load_state_dict`` has cast to the dtype of their parameter.
+
+    Float32 moments of a bfloat16 parameter would lose their precision.
+    """
     for number, entry in stored.items():
         live = optimizer.state.get(params[number]) if number in params else None
         if live is None or not isinstance(entry, dict):
@@ -111,4 +122,4 @@ def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params, fi
             if value.dtype != tensor.dtype:
                 like = params[number] if is_dtensor(value) else value
                 live[key] = fresh_tensor(tensor, like, fills)
-    fills.run()
+    fills.fill_all()

@@ -1,4 +1,7 @@
-"""A saved tree, made anew with tensors of its own: what objects get that restore themselves."""
+"""``rebuilding``: copies a saved tree, with new tensors, as an argument of ``load_state_dict``.
+
+``load.py``, ``modules.py`` and ``optimizers.py`` use it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,18 @@ Find = Callable[[StoredTensor, Path], torch.Tensor | None]
 def rebuilding(
     fit: Fit, node: Any, find: Find, path: Path, assigner: Assigner | None = None
 ) -> Callable[[], Any]:
-    """Fit a saved tree that will be handed to ``load_state_dict``.
+    """Fit a saved tree that will be passed to ``load_state_dict``.
 
-    ``find(stored, path)`` gives the live tensor that tells device and mesh, or None. The
-    function returned makes the tree, each time with new tensors, with an ``assigner`` those that it
-    has.
+    Args:
+        fit: gets the problems.
+        node: the saved tree.
+        find: called as ``find(stored, path)``; returns the live tensor that has the device and the
+            mesh for the new one, or None.
+        path: of the object in the state.
+        assigner: makes tensors over the memory of the shard where possible.
+
+    Returns:
+        A function that makes the tree, with new tensors at each call.
     """
 
     def check(stored: StoredTensor, at: Path) -> None:
@@ -34,7 +44,7 @@ def rebuilding(
         if stored.sharding is not None:
             _same_mesh(fit, like, stored, at)
         elif is_dtensor(like):
-            here = fit.shardings.of(like)  # type: ignore[arg-type]
+            here = fit.shardings.sharding_of(like)  # type: ignore[arg-type]
             fit.problem(at, f"saved as a whole tensor, here {here}")
 
     def rebuilt() -> Any:
@@ -44,7 +54,7 @@ def rebuilding(
             return fresh_tensor(stored, find(stored, at), fills)
 
         tree = replace_tensors(node, make, path)
-        fills.run()
+        fills.fill_all()
         return tree
 
     replace_tensors(node, check, path)
@@ -53,9 +63,9 @@ def rebuilding(
 
 def _same_mesh(fit: Fit, like: torch.Tensor | None, stored: StoredTensor, path: Path) -> None:
     if like is None or not is_dtensor(like):
-        fit.problem(path, f"saved as {stored.sharding}, with no DTensor here to tell the mesh")
+        fit.problem(path, f"saved as {stored.sharding}, but there is no DTensor here with its mesh")
         return
-    here, saved = fit.shardings.of(like), stored.sharding  # type: ignore[arg-type]
+    here, saved = fit.shardings.sharding_of(like), stored.sharding  # type: ignore[arg-type]
     assert saved is not None
     if saved.held or (here.mesh_shape, here.coordinate, here.placements) != (
         saved.mesh_shape,

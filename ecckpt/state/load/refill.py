@@ -1,4 +1,7 @@
-"""Values into the containers that are there, so that whoever else holds one sees them too."""
+"""``refilled``: puts saved values into the existing containers of a live state.
+
+``load.py`` uses it. Other references to such a container in the program see the restored values.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def refilled(live: Any, stored: Any) -> Any:
-    """``stored``, in the mutable containers of ``live`` where they are of the same kind.
+    """Return ``stored``, in the mutable containers of ``live`` where the types are equal.
 
-    A dict, list, set, deque, bytearray or array that fits keeps its identity, at any depth that
-    dicts and lists lead to; everything else is replaced.
+    A dict, list, set, deque, bytearray or array stays the same object if the contents fit into it,
+    at any depth below dicts and lists. Everything else is replaced by the saved value.
     """
     kind = type(live)
     if kind is not type(stored):
@@ -49,7 +52,7 @@ def _set(live: set[Any], stored: set[Any]) -> bool:
 
 def _counter(live: dict[Any, Any], stored: dict[Any, Any]) -> bool:
     live.clear()
-    dict.update(live, stored)  # its own update() adds
+    dict.update(live, stored)  # Counter.update() adds to the counts
     return True
 
 
@@ -64,7 +67,7 @@ def _deque(live: deque[Any], stored: deque[Any]) -> bool:
 def _bytes(live: bytearray, stored: bytearray) -> bool:
     try:
         live[:] = stored
-    except BufferError:  # another length, while something looks into it
+    except BufferError:  # the length changes, but a memoryview holds the bytearray
         return False
     return True
 
@@ -72,7 +75,7 @@ def _bytes(live: bytearray, stored: bytearray) -> bool:
 def _array(live: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> bool:
     if (live.dtype, live.shape) != (stored.dtype, stored.shape) or not live.flags.writeable:
         return False
-    if 0 in live.strides and live.size > 1:  # one element in many places
+    if 0 in live.strides and live.size > 1:  # broadcast: one element for many indices
         return False
     live[...] = stored
     return True

@@ -1,1 +1,1 @@
-"""From the shards of one number of ranks, mesh or placement to those of another."""
+"""Resharding: shards of one number of ranks, mesh or placement as a shard of another."""

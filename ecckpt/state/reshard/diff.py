@@ -1,4 +1,8 @@
-"""Where two saved shards differ in what belongs to no global tensor."""
+"""Compares two saved shards outside global tensors: values, objects and whole tensors.
+
+``reshape.py`` uses it: on another number of ranks, only what was equal on all ranks can be given to
+the new ones.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,18 @@ from ecckpt.state.tree.encoding import Encoder
 from ecckpt.state.tree.nodes import CONTAINERS, StoredObject, StoredTensor, StoredValue
 from ecckpt.state.tree.values import pack
 
-# What a deque and a defaultdict are beside their contents.
+# Attributes of a deque and a defaultdict that belong to their value.
 _OPTIONS = ("maxlen", "default_factory")
 _RNG_KIND = f"{RngState.__module__}.{RngState.__name__}"
 
 
 def is_rng(node: Any) -> bool:
-    """Whether a node of a saved tree is the state of an ``RngState``."""
+    """Return whether a node of a saved tree is the state of an ``RngState``."""
     return type(node) is StoredObject and node.kind == _RNG_KIND
 
 
 def rng_paths(node: Any, path: Path = ()) -> Iterator[str]:
-    """Paths of the states of ``RngState`` in a saved tree."""
+    """Yield the path of each ``RngState`` in a saved tree."""
     if is_rng(node):
         yield describe(path)
     elif type(node) in CONTAINERS:
@@ -34,53 +38,62 @@ def rng_paths(node: Any, path: Path = ()) -> Iterator[str]:
 
 
 def differences(one: SavedShard, one_values: Shard, other: SavedShard) -> list[str]:
-    """Paths of values, objects' states and whole tensors that are not the same in both.
+    """Return the paths of values, objects and whole tensors that differ between two shards.
 
-    Random number generators may differ, and so may the parts of global tensors.
+    Random number generators and parts of global tensors are not compared.
+
+    Args:
+        one: a shard.
+        one_values: its values, which the caller has read already.
+        other: the shard to compare with; its values are read.
     """
     comparison = _Comparison()
     comparison.node(one_values.tree(), other.values().tree(), ())
     tensors = comparison.tensors
-    return comparison.found + [tensors[name] for name in one.differing(other, tensors)]
+    return comparison.different + [tensors[name] for name in one.differing(other, tensors)]
 
 
 def _comparable(value: Any) -> Any:
-    """Equal for a key or member only if type and value are: 1 is not True."""
+    """Return a key that is equal only for equal types and values: 1 differs from True."""
     if type(value) in (tuple, frozenset, set):
         return type(value), type(value)(map(_comparable, value))
     return type(value), value
 
 
 class _Comparison:
-    """Goes down two trees together; ``tensors`` are names still to be compared, with paths."""
+    """Walks two trees together.
+
+    ``different`` are paths whose values differ; ``tensors`` maps names of tensors with equal forms,
+    whose bytes are still to be compared, to their paths.
+    """
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.different: list[str] = []
         self.tensors: dict[str, str] = {}
 
     def node(self, mine: Any, theirs: Any, path: Path) -> None:
         if type(mine) is not type(theirs):
-            self.found.append(describe(path))
+            self.different.append(describe(path))
         elif type(mine) is StoredTensor:
             self._tensor(mine, theirs, path)
         elif type(mine) is StoredObject:
             if mine.kind != theirs.kind:
-                self.found.append(describe(path))
+                self.different.append(describe(path))
             elif not is_rng(mine):
                 self.node(mine.state, theirs.state, path)
         elif type(mine) in CONTAINERS:
             self._container(mine, theirs, path)
         elif type(mine) is StoredValue or type(mine) in (set, frozenset):
             if _comparable(mine) != _comparable(theirs):
-                self.found.append(describe(path))
+                self.different.append(describe(path))
         elif pack(Encoder().encode(mine, path)) != pack(Encoder().encode(theirs, path)):
-            self.found.append(describe(path))
+            self.different.append(describe(path))
 
     def _container(self, mine: Any, theirs: Any, path: Path) -> None:
         if len(mine) != len(theirs) or any(
             getattr(mine, option, None) != getattr(theirs, option, None) for option in _OPTIONS
         ):
-            self.found.append(describe(path))
+            self.different.append(describe(path))
             return
         if not isinstance(mine, dict):
             for index, pair in enumerate(zip(mine, theirs, strict=True)):
@@ -89,16 +102,16 @@ class _Comparison:
         keys = [list(map(_comparable, node)) for node in (mine, theirs)]
         in_order = type(mine) is OrderedDict
         if keys[0] != keys[1] if in_order else set(keys[0]) != set(keys[1]):
-            self.found.append(describe(path))
+            self.different.append(describe(path))
             return
         for key, child in mine.items():
             self.node(child, theirs[key], (*path, key))
 
     def _tensor(self, mine: StoredTensor, theirs: StoredTensor, path: Path) -> None:
-        forms = [(each.name, each.dtype, each.sharding or each.shape) for each in (mine, theirs)]
+        forms = [(one.name, one.dtype, one.sharding or one.shape) for one in (mine, theirs)]
         if mine.sharding is not None and theirs.sharding is not None:
-            return  # whether they are parts of one tensor shows when they are put together
+            return  # `reshape.py` checks that parts of a global tensor fit together
         if forms[0] != forms[1]:
-            self.found.append(describe(path))
+            self.different.append(describe(path))
         else:
             self.tensors[mine.name] = describe(path)

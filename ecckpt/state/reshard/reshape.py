@@ -1,8 +1,14 @@
-"""From the shards of any world to one for this rank: DTensors cut anew, the rest by rule.
+"""``reshape``: makes this rank's shard from shards of another number of ranks or another mesh.
 
-On the same world size each rank keeps what it saved beside DTensors. On another one, what was the
-same on all ranks goes to all ranks; generators of random numbers are seeded anew; anything else
-belongs to a rank that is no more, and is refused by path.
+``client/restore`` uses it if ``is_relaid`` or if the number of ranks has changed.
+
+Global tensors (DTensors, and plain tensors declared equal on all ranks) are cut as the live state
+wants them. For everything else:
+
+- same number of ranks: each rank keeps what it saved;
+- another number: values that were equal on all ranks go to all new ranks, random number generators
+  are seeded anew, and anything that differed between ranks is an error with its path, because no
+  new rank is the one that saved it.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from ecckpt.state.tensors.sharding import Sharding, Shardings, is_dtensor
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This rank's place in the world that restores, and how many ranks saved."""
+    """This rank, the number of ranks that restore, and the number of ranks that saved."""
 
     rank: int
     world_size: int
@@ -34,12 +40,12 @@ class Place:
 
     @property
     def same_size(self) -> bool:
-        """Whether as many ranks restore as saved: then each has a shard of its own."""
+        """Whether as many ranks restore as saved, so that each has a shard of its own."""
         return self.world_size == self.saved_by
 
 
 def is_relaid(state: dict[Any, Any], shard: Shard) -> bool:
-    """Whether ``state`` cuts a global tensor in another way than ``shard``, or not at all."""
+    """Return whether ``state`` wants any global tensor cut differently from ``shard``, or whole."""
     known = Shardings()
     return any(sharding.plain for sharding in shard.shardings.values()) or any(
         _wish(like, shard, name, known) not in (None, _Wish(shard.shardings.get(name)))
@@ -50,14 +56,21 @@ def is_relaid(state: dict[Any, Any], shard: Shard) -> bool:
 def reshape(
     state: dict[Any, Any], place: Place, saved: Sequence[SavedShard]
 ) -> tuple[Shard, tuple[str, ...]]:
-    """The shard that this rank would have saved, and the paths of generators that it seeds anew.
+    """Make the shard that this rank would have saved.
 
-    ``saved`` are all shards of the saved world, in the order of their ranks; of each only what this
-    rank needs is read. Of ``state`` only the structure and the layout of its tensors are looked
-    at. What does not fit it is left for ``check`` to find; sharded tensors are then without data.
+    Args:
+        state: the live state; only its structure and the layouts of its tensors are used.
+        place: this rank among the ranks that restore.
+        saved: all saved shards in the order of their ranks. Of each, only the bytes that this rank
+            needs are read.
 
-    Raises ``StateMismatch`` for per-rank data on another world size, and for parts that do not make
-    up a whole.
+    Returns:
+        The shard, and the paths of random number generators that a load will seed anew. Tensors
+        that do not fit ``state`` have no data; ``check`` reports them.
+
+    Raises:
+        StateMismatch: data that differ between the saved ranks, on another number of ranks; or
+            parts that do not make up a global tensor.
     """
     own = place.rank if place.same_size else 0
     base = saved[own].values()
@@ -66,20 +79,21 @@ def reshape(
     if not place.same_size:
         reseeded = tuple(rng_paths(base.tree()))
         base = replace(base, seed=_seed(base, place))
-        # All are compared with the first, each by one of the new ranks.
+        # Every saved shard is compared with that of rank 0. The new ranks share the comparisons.
         for rank in range(1 + place.rank, place.saved_by, place.world_size):
             problems += [
-                f"{path}: not the same on rank 0 and rank {rank} of the {place.saved_by} that "
-                f"saved; {place.world_size} restore, and only what all had can be handed over"
+                f"{path}: differs between rank 0 and rank {rank} of the {place.saved_by} that "
+                f"saved; {place.world_size} ranks restore, which can only get what all saved "
+                "ranks had in common"
                 for path in differences(saved[own], base, saved[rank])
             ]
         if problems:
             raise StateMismatch(problems)
-    return _Assembly(base, saved, place, own).run(survey(state, base)), reseeded
+    return _Assembly(base, saved, place, own).assemble(survey(state, base)), reseeded
 
 
 def _seed(base: Shard, place: Place) -> bytes:
-    """The same for every restore of this state on this world, another one for each rank."""
+    """Return a seed: equal for each restore of this state on this world, different by rank."""
     seed = hashlib.sha256(base.packed_tree)
     seed.update(f" {place.rank} of {place.world_size} ".encode())
     return seed.digest()
@@ -90,43 +104,50 @@ def _seed(base: Shard, place: Place) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """How this rank wants a global tensor: a part of it, or (None) all of it."""
+    """What this rank wants of a global tensor: a part of it, or all of it (None)."""
 
     sharding: Sharding | None
 
 
 def _wish(like: torch.Tensor | None, saved: Shard, name: str, known: Shardings) -> _Wish | None:
-    """None where a tensor of the saved shape cannot be placed as ``like`` is."""
-    if like is None:  # handed to an object as it was: a DTensor has no mesh then
+    """Return what the live state wants of a tensor; None if nothing can satisfy it."""
+    # No live tensor: an object gets it from load_state_dict. A DTensor would need a mesh; a tensor
+    # that was declared equal on all ranks is given whole.
+    if like is None:
         sharding = saved.shardings.get(name)
         return _Wish(None) if sharding and sharding.plain else None
     if not is_dtensor(like):
         return _Wish(None)
-    mine = known.of(like)  # type: ignore[arg-type]
+    mine = known.sharding_of(like)  # type: ignore[arg-type]
     sharding, whole_one = saved.shardings.get(name), saved.tensors[name]
     shape = sharding.shape if sharding else tuple(whole_one.shape)
     if mine.shape == shape:
         return _Wish(mine)
+    # `like` is the parameter of an optimizer's tensor, whose shape may be another one.
     try:
         replace(mine, shape=shape).cut()
     except ValueError:
         return None
     stride = sharding.stride if sharding else whole_one.stride()
-    return _Wish(known.like(like, shape, stride))  # type: ignore[arg-type]
+    return _Wish(known.sharding_like(like, shape, stride))  # type: ignore[arg-type]
 
 
 class _Assembly:
-    """Makes ``base`` into this rank's shard: global tensors cut anew and filled, the rest read."""
+    """Turns ``base``, one saved shard, into this rank's: global tensors are cut anew and filled.
+
+    All copies are planned first and then executed shard by shard, so that each saved shard is read
+    once, in few requests, and its memory is released before the next one.
+    """
 
     def __init__(self, base: Shard, saved: Sequence[SavedShard], place: Place, own: int) -> None:
         self._base, self._saved = base, saved
         self._place, self._own = place, own
         self._near = [shard.is_near for shard in saved]
         self._pieces: dict[Any, list[tuple[int, Common]]] = {}
-        self._made: dict[Any, torch.Tensor] = {}
+        self._targets: dict[Any, torch.Tensor] = {}
 
-    def run(self, likes: Mapping[str, torch.Tensor]) -> Shard:
-        """Read everything; ``likes`` say how global tensors are wanted."""
+    def assemble(self, likes: Mapping[str, torch.Tensor]) -> Shard:
+        """Read everything; ``likes`` are the live tensors that show how global ones are wanted."""
         tensors = dict(self._base.tensors)
         shardings: dict[str, Sharding] = {}
         known = Shardings()
@@ -139,7 +160,8 @@ class _Assembly:
                 continue
             wish = _wish(like, self._base, name, known)
             if wish is None:
-                # Nobody may take for data what was never read: nothing can be copied from meta.
+                # A meta tensor: no code can copy from it, so bytes that were never read cannot get
+                # into the state. `check` reports the mismatch.
                 tensors[name] = tensors[name].to("meta")
                 if sharding is not None:
                     shardings[name] = sharding
@@ -152,30 +174,33 @@ class _Assembly:
                 problems.append(f"{name}: {error}")
         if problems:
             raise StateMismatch(problems)
-        self._saved[self._own].bring(kept)
+        self._saved[self._own].read_tensors(kept)
         for rank, shard in enumerate(self._saved):
             shard.copy_planned()
-            if rank != self._own:  # of which views are handed out
+            if rank != self._own:  # the result has views of this rank's own shard
                 shard.release()
         return replace(self._base, tensors=tensors, shardings=shardings)
 
     def _planned(self, name: str, wish: _Wish) -> torch.Tensor:
-        """A tensor that will be filled; ``ValueError`` if there are not the parts to do it."""
+        """Plan the copies of a global tensor; return the tensor that they will fill.
+
+        Raises ``ValueError`` if the saved parts do not make it up.
+        """
         sharding = self._base.shardings.get(name)
         source = self._base.tensors[name]
         cut = whole(sharding.shape if sharding else tuple(source.shape))
         if wish.sharding is not None:
             mine = wish.sharding.cut()
-            if mine is None:  # outside of the mesh
+            if mine is None:  # this rank is outside the mesh
                 return torch.empty(0, dtype=source.dtype)
             if sharding is None:
                 return self._cut_from(
-                    name, [(self._own, each) for each in in_common(cut, mine)], mine
+                    name, [(self._own, common) for common in in_common(cut, mine)], mine
                 )
             cut = mine
         assert sharding is not None
         forms = tuple(shard.form(name) for shard in self._saved)
-        if (forms, cut) not in self._pieces:  # a model has many tensors, but of few forms
+        if (forms, cut) not in self._pieces:  # a model has many tensors, but few distinct forms
             self._pieces[forms, cut] = _pieces(sharding, cut, forms, self._near, self._place)
         return self._cut_from(name, self._pieces[forms, cut], cut)
 
@@ -184,27 +209,32 @@ class _Assembly:
         if not pieces:
             return torch.empty(cut.shape, dtype=dtype)
         stored = tuple((rank, self._saved[rank].stored_name(name)) for rank, _ in pieces)
-        if (cut, stored) not in self._made:  # tied tensors stay one
-            target = self._made[cut, stored] = torch.empty(cut.shape, dtype=dtype)
+        if (cut, stored) not in self._targets:  # tied tensors share one target
+            target = self._targets[cut, stored] = torch.empty(cut.shape, dtype=dtype)
             for rank, common in pieces:
                 self._saved[rank].plan_copy(name, common, target)
-        return self._made[cut, stored]
+        return self._targets[cut, stored]
 
 
 def _pieces(
     sharding: Sharding, cut: Cut, forms: Sequence[Form], near: Sequence[bool], place: Place
 ) -> list[tuple[int, Common]]:
-    """Which boxes to copy from which saved shards; ``ValueError`` if they do not make up ``cut``.
+    """Return the boxes to copy as (rank of the saved shard, box).
 
-    Of replicas one is taken: this node's own, or else the next in turn.
+    Of several replicas of a part, the one on this node is read; without one, the first at or after
+    this rank's number, so that the reads of all ranks spread over the replicas.
+
+    Raises ``ValueError`` if the saved parts do not make up ``cut``.
     """
     holders: dict[Cut, list[int]] = {}
     for rank, (part, shape) in enumerate(forms):
         piece = part.cut() if part else None
-        if part is None or piece is None:  # outside of the mesh
+        if part is None or piece is None:  # that rank is outside the mesh
             continue
         if part.layout != sharding.layout or piece.shape != shape:
-            raise ValueError(f"saved as {sharding} and, by rank {rank}, as {part}: {list(shape)}")
+            raise ValueError(
+                f"saved as {sharding}, but by rank {rank} as {part} with shape {list(shape)}"
+            )
         holders.setdefault(piece, []).append(rank)
     pieces = []
     for piece, ranks in holders.items():

@@ -1,4 +1,8 @@
-"""The shards of a saved world, each read only as far as it is needed."""
+"""``SavedShard``: one shard of the saved world, of which only the needed byte ranges are read.
+
+``reshape.py`` and ``integrations/dcp/reader.py`` use it; ``client/read/shard_reader.py`` implements
+its ``RangeReader``.
+"""
 
 from __future__ import annotations
 
@@ -17,113 +21,122 @@ from ecckpt.state.tensors.boxes import Common, byte_runs
 from ecckpt.state.tensors.sharding import Sharding
 from ecckpt.state.tensors.tensors import same_bytes
 
-# Same-sized integers: copying them is copying bits, whatever the dtype can do by itself.
+# Integers of the same size. torch cannot copy boxes of all dtypes, and copies integers bit by bit.
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# A part of a global tensor (None: no part of any), and the shape of what is stored.
+# The place in a global tensor (None: not a part of one), and the shape of what is stored.
 Form = tuple[Sharding | None, tuple[int, ...]]
 
 
 class RangeReader(Protocol):
-    """Where the bytes of a shard come from: proven, or an ``EcckptError``.
+    """Reads byte ranges of one shard. It checks them (CRC32C), or raises an ``EcckptError``.
 
-    ``data`` is as long as the shard; what was not required are zeros. ``is_near``: it costs less
-    than others. ``digest``: equal for two shards only if these bytes of both are equal.
+    ``data`` is a buffer as long as the shard, owned by the reader; ranges that were not required
+    are zeros.
     """
 
     data: memoryview
 
     @property
     def is_near(self) -> bool:
-        """Whether reading it costs less than reading others."""
+        """Whether the shard is on this node, so that reading it costs less than others."""
 
     def require(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Bring the byte ranges [start, end) into ``data``."""
+        """Read the byte ranges [start, end) into ``data``; both arrays have shape (ranges,)."""
 
     def digest(self, start: int, end: int) -> bytes:
-        """What is equal for equal bytes, if the shards are laid out alike."""
+        """Return a digest of a byte range, without reading it.
+
+        Two shards with equal digests have equal bytes there. Different digests say nothing: they
+        also depend on the layout of the shards.
+        """
 
     def release(self) -> None:
-        """Give back the memory of what was brought; ``data`` is zeros again."""
+        """Return the memory of the ranges to the system; ``data`` has zeros again."""
 
 
 class SavedShard:
-    """One shard of the saved world. Reads its header at once, anything else when asked to.
+    """One shard of the saved world.
 
-    Raises what its reader does, and ``CorruptFragment``, ``VersionMismatch`` as ``read_shard``.
+    The constructor reads the header; methods read anything else when they need it. All of them
+    raise what the reader raises, and ``CorruptFragment`` and ``VersionMismatch`` as ``read_shard``.
     """
 
     def __init__(self, reader: RangeReader) -> None:
         self._reader = reader
         size_bytes = len(reader.data)
-        self._bring([(0, min(8, size_bytes))])
-        self._bring([(0, header_bytes(reader.data[:8], size_bytes))])
+        self._read([(0, min(8, size_bytes))])
+        self._read([(0, header_bytes(reader.data[:8], size_bytes))])
         self._index = read_index(reader.data)
         self._runs: dict[str, list[tuple[Common, torch.Tensor]]] = defaultdict(list)
         self._wholes: list[tuple[str, torch.Tensor]] = []
 
     @property
     def is_near(self) -> bool:
-        """Whether its bytes are on this node."""
+        """Whether the shard is on this node."""
         return self._reader.is_near
 
     def values(self) -> Shard:
-        """The shard with its values read; of its tensors nothing need be there yet."""
-        self._bring([self._index.values])
+        """Read the values blob and return the shard; its tensors are zeros until they are read."""
+        self._read([self._index.values])
         return read_values(self._index, self._reader.data)
 
-    def bring(self, names: Iterable[str]) -> None:
-        """Read these tensors whole."""
-        self._bring([self._place(name) for name in names])
+    def read_tensors(self, names: Iterable[str]) -> None:
+        """Read all bytes of the named tensors."""
+        self._read([self._place(name) for name in names])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as a view: zeros, until it is brought."""
+        """Return a view of a tensor: zeros until it is read, valid until ``release``."""
         return self._index.tensors[self.stored_name(name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return self._index.tensors.form(self.stored_name(name)).dtype
 
     def stored_name(self, name: str) -> str:
-        """The name under which a tied tensor is stored."""
+        """Return the name that a tensor is stored under; another one only for an alias."""
         return self._index.notes.aliases.get(name, name)
 
     def form(self, name: str) -> Form:
-        """Which part of a global tensor this shard has under ``name``, and that part's shape."""
+        """Return the sharding of a tensor of this shard (None: not a part), and its shape."""
         stored = self.stored_name(name)
         tensors = self._index.tensors
-        # Another stage of a pipeline has other names.
+        # A shard may lack the name: the stages of a pipeline have different tensors.
         shape = tuple(tensors.form(stored).shape) if stored in tensors else ()
         return self._index.notes.shardings.get(stored), shape
 
     def differing(self, other: SavedShard, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` whose tensors are not the same in both, bit for bit.
+        """Return those of ``names`` whose tensors differ in any bit.
 
-        Reads only those that the checksums do not show to be equal.
+        Only tensors with different digests are read and compared.
         """
         doubtful = []
         for name in names:
-            mine, theirs = (each._place(name) for each in (self, other))
+            mine, theirs = self._place(name), other._place(name)
             if self._reader.digest(*mine) != other._reader.digest(*theirs):
                 doubtful.append(name)
-        self.bring(doubtful)
-        other.bring(doubtful)
+        self.read_tensors(doubtful)
+        other.read_tensors(doubtful)
         return [name for name in doubtful if not same_bytes(self.tensor(name), other.tensor(name))]
 
     # -- copying parts ----------------------------------------------------------------------------
 
     def plan_copy(self, name: str, common: Common, target: torch.Tensor) -> None:
-        """Have ``copy_planned`` copy a box of a tensor into its place in ``target``."""
+        """Plan the copy of a box of a tensor to its place in ``target``; see ``copy_planned``.
+
+        The caller owns ``target`` and keeps it alive.
+        """
         stored = self.stored_name(name)
         is_whole = self._index.tensors.form(stored).shape == common.shape == target.shape
-        if is_whole and is_plain(target):  # the usual case, and thousands of them are one copy
+        # The usual case: a fast path that copies thousands of whole tensors in one call.
+        if is_whole and is_plain(target):
             self._wholes.append((stored, target))
         else:
             self._runs[stored].append((common, target))
 
     def copy_planned(self) -> None:
-        """Read what the planned copies need, in as few requests as can be, and copy it."""
+        """Read the ranges of all planned copies in one call of the reader, and copy them."""
         runs = [
             (*byte_runs(source.shape, common.source, common.shape, source.itemsize), name)
             for name, copies in self._runs.items()
@@ -152,18 +165,18 @@ class SavedShard:
         fills = Fills()
         stored = self._index.tensors.stored([name for name, _ in self._wholes], {})
         for (_, target), source in zip(self._wholes, stored, strict=True):
-            fills.add(target, source)
-        fills.run()
+            fills.add_fill(target, source)
+        fills.fill_all()
         self._wholes.clear()
 
     def release(self) -> None:
-        """Give back the memory of what was read. Views of tensors are zeros from now on."""
+        """Return the memory of the shard to the system; views of its tensors become zeros."""
         self._reader.release()
 
     def _place(self, name: str) -> tuple[int, int]:
         return self._index.tensors.place(self.stored_name(name))
 
-    def _bring(self, ranges: list[tuple[int, int]]) -> None:
+    def _read(self, ranges: list[tuple[int, int]]) -> None:
         if ranges:
             starts, ends = np.array(ranges, np.int64).T
             self._reader.require(starts, ends)
@@ -172,10 +185,10 @@ class SavedShard:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.itemsize in _RAW_DTYPES:
         return tensor.view(_RAW_DTYPES[tensor.itemsize])
-    return torch.view_as_real(tensor)  # complex128, the only one of 16 bytes
+    return torch.view_as_real(tensor)  # complex128, the only dtype of 16 bytes
 
 
 def _box(tensor: torch.Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
-        tensor = tensor.narrow(dim, at, size)
+    for dim, (begin, size) in enumerate(zip(start, shape, strict=True)):
+        tensor = tensor.narrow(dim, begin, size)
     return tensor

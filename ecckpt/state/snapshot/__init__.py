@@ -1,1 +1,1 @@
-"""From a state to the plan of its shard, and its copy."""
+"""Saving a state: the plan of its shard, the copy into a slot, and checks of replicated tensors."""

@@ -1,4 +1,4 @@
-"""What a rank stores of many tensors, looked at once."""
+"""``Parts``: what a rank stores of each tensor of a state, in columns; ``plan.py`` uses it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from ecckpt.state.tensors.tensors import Part, is_raw, memory_key, part_of, shar
 
 
 class Parts:
-    """The parts of tensors in columns: what a plan goes by."""
+    """The parts of tensors that this rank stores, one list per attribute.
+
+    It keeps references to the tensors, which stay the program's.
+    """
 
     def __init__(self) -> None:
-        self.locals: list[torch.Tensor] = []
+        self.locals: list[torch.Tensor] = []  # the local tensors
         self.dtypes: list[torch.dtype] = []
-        self.shapes: list[torch.Size] = []  # of what is stored
-        self.addresses: list[int] = []
-        self.raw: list[bool] = []  # whether the bytes in memory, from the address on, are to store
-        self.shardings: dict[int, Sharding] = {}  # of those that are parts of others, by index
-        # Of those that all ranks are said to have: all of it, and its address if that is raw.
+        self.shapes: list[torch.Size] = []  # of the stored part
+        self.addresses: list[int] = []  # of the stored part; valid if `raw`
+        self.raw: list[bool] = []  # the memory at the address holds the stored bytes in C order
+        self.shardings: dict[int, Sharding] = {}  # by index, for parts of global tensors
+        # By index, for tensors declared equal on all ranks: the whole tensor, and its address, or 0
+        # if it is not raw. `replicas.py` checks these.
         self.wholes: dict[int, tuple[torch.Tensor, int]] = {}
 
     @classmethod
-    def of(
+    def of_tensors(
         cls,
         tensors: Sequence[torch.Tensor],
         paths: Sequence[Path],
@@ -37,24 +41,32 @@ class Parts:
         replicas: Replicas | None = None,
         covered: Collection[int] = (),
     ) -> Self:
-        """The parts of ``tensors``, as ``share_of`` and ``part_of`` give and refuse them.
+        """Determine the stored part of each tensor, as ``share_of(part_of(...))`` does.
 
-        ``covered`` are the indices of those that ``replicas`` says are the same on all ranks.
+        Args:
+            tensors: the tensors of a state.
+            paths: the path of each, for error messages.
+            shardings: the cache of DTensor shardings.
+            replicas: the declaration of tensors that are equal on all ranks, if there is one.
+            covered: indices of the tensors that ``replicas`` names.
+
+        Raises:
+            UnsupportedState: a tensor that a shard cannot hold.
         """
         parts = cls()
         for start in range(0, len(tensors), TOGETHER):
             some = tensors[start : start + TOGETHER]
-            if not parts._add_usual(some):
+            if not parts._add_plain(some):
                 for index, tensor in enumerate(some, start):
-                    parts._add(tensor, index, paths[index], shardings)
+                    parts._add_one(tensor, index, paths[index], shardings)
             if replicas is not None and covered:
                 for index in range(start, start + len(some)):
                     if index in covered and index not in parts.shardings:
-                        parts._divide(index, replicas)
+                        parts._keep_share(index, replicas)
         return parts
 
-    def _add_usual(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Add tensors that are all of the usual kind; False, and nothing added, if any is not."""
+    def _add_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Add a batch if all tensors are plain CPU tensors; otherwise add none, return False."""
         columns = columns_of(tensors)
         if columns is None:
             return False
@@ -65,7 +77,7 @@ class Parts:
         self.raw += columns.raw
         return True
 
-    def _add(self, tensor: torch.Tensor, index: int, path: Path, shardings: Shardings) -> None:
+    def _add_one(self, tensor: torch.Tensor, index: int, path: Path, shardings: Shardings) -> None:
         local, sharding = share_of(part_of(tensor, path, shardings))
         if sharding is not None:
             self.shardings[index] = sharding
@@ -75,8 +87,8 @@ class Parts:
         self.addresses.append(local.data_ptr())
         self.raw.append(is_raw(local))
 
-    def _divide(self, index: int, replicas: Replicas) -> None:
-        """Keep this rank's share of a tensor that all ranks have."""
+    def _keep_share(self, index: int, replicas: Replicas) -> None:
+        """Reduce a tensor that is equal on all ranks to the share that this rank stores."""
         share = replicas.share(self.shapes[index])
         if share is None:
             return
@@ -93,11 +105,14 @@ class Parts:
         self.raw[index] = is_raw(local)
 
     def owners(self) -> list[int]:
-        """By index, the first of those that a tensor is tied to, or itself."""
+        """Return for each index the first index that it is tied to, or itself.
+
+        Tied tensors are the same elements of the same memory; the shard stores them once.
+        """
         owners = list(range(len(self.locals)))
         if len(set(self.addresses)) == len(owners):
             return owners
-        # Only what begins where another begins can be tied to it.
+        # Only tensors with equal addresses can be tied; the exact key is costly to compute.
         counts = Counter(self.addresses)
         known: dict[Any, int] = {}
         for index, address in enumerate(self.addresses):

@@ -1,4 +1,9 @@
-"""Saving: a state is planned (what goes where, values snapshotted) and then written into a slot."""
+"""Saving a state in two steps: ``plan_shard`` lays the shard out, ``ShardPlan.write`` copies it.
+
+``client/save`` plans while it waits for a slot, and writes into the slot. A plan has the values of
+the state already; tensors are copied by ``write``. Names, layout and header of a plan are reused by
+the next one, because they rarely change between saves.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,12 @@ from ecckpt.state.tree.tree import flatten
 
 
 class _PlanColumns(NamedTuple):
-    """What decides the places of the tensors, by index; ``owners`` gives what each is tied to.
+    """Everything that the layout of a shard depends on, one list per attribute.
 
-    Columns, because a call or an object for each of 20,000 tensors would show in every save.
+    If these are equal to those of the previous plan, its layout is reused. They are columns,
+    because a call or an object per tensor is noticeable in each save of 20,000 tensors.
+
+    ``owners`` has for each tensor the index of the tensor that it is tied to, or its own.
     """
 
     dtypes: list[torch.dtype]
@@ -45,28 +53,37 @@ class _PlanColumns(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The part of a plan that outlives it: places and names, no tensors."""
+    """The part of a plan that the next plan may reuse. It holds no tensors.
 
-    paths: tuple[Path, ...]
-    covered: frozenset[int]  # indices of the tensors that all ranks are said to have
+    "Covered" tensors are declared equal on all ranks; "claimed" are the covered ones that are
+    stored in shares, whose equality is checked (``replicas.py``).
+    """
+
+    paths: tuple[Path, ...]  # of all tensors
+    covered: frozenset[int]  # indices
     columns: _PlanColumns
-    names: bytes  # packed
-    owned: NDArray[np.int64]  # indices of the tensors that are stored
-    entries: list[TensorEntry]  # of those
-    places: NDArray[np.int64]  # of those: begin and bytes
-    header: str
-    data_bytes: int
-    claimed: tuple[int, ...]  # those of the covered ones that are stored in shares
-    claimed_bytes: NDArray[np.int64]
+    names: bytes  # of all tensors, as msgpack
+    owned: NDArray[np.int64]  # indices of the stored tensors: all without ties
+    entries: list[TensorEntry]  # of the stored tensors
+    places: NDArray[np.int64]  # of the stored tensors: (begin in the data, length), in bytes
+    header: str  # JSON without the values blob
+    data_bytes: int  # of all tensors
+    claimed: tuple[int, ...]  # indices
+    claimed_bytes: NDArray[np.int64]  # length of each whole tensor
     claimed_names: tuple[str, ...]
-    claimed_form: bytes
+    claimed_form: bytes  # digest of names, dtypes and shapes
 
 
 class ShardPlan:
-    """What ``write`` will put where, made by ``plan_shard``.
+    """The layout of one shard, and the state that ``write`` copies into it; see ``plan_shard``.
 
-    Holds references to the state's tensors until ``write`` returns. Kept afterwards, it serves as
-    ``previous`` for the next plan. ``claim``, once written, is what other ranks must have as well.
+    It holds references to the tensors of the state until ``write`` returns. Afterwards it serves as
+    ``previous`` of the next plan.
+
+    Attributes:
+        shard_bytes: length of the shard.
+        claim: after ``write``, the checksums of the tensors declared equal on all ranks, to be
+            compared with those of other ranks; None if there are none.
     """
 
     def __init__(self, layout: _Layout, parts: Parts, values: bytes, shardings: Shardings) -> None:
@@ -83,18 +100,27 @@ class ShardPlan:
         self.shard_bytes = len(self._header) + layout.data_bytes + len(values)
 
     def write(self, target: memoryview | mmap.mmap, *, threads: int = 1) -> None:
-        """Fill the first ``shard_bytes`` of ``target``, once; then forget the state's tensors.
+        """Write the shard into the first ``shard_bytes`` of ``target``; then release the tensors.
 
-        The caller owns ``target`` throughout. Raises ``InvalidBuffer`` if it is too short or
-        read-only, ``WrongOrder`` on a second call. Nothing in the state may change its shape or
-        storage between ``plan_shard`` and this call; after it the state may change at will.
+        No tensor of the state may change its shape or storage between ``plan_shard`` and this call.
+        When it returns all bytes are copied, those of GPUs included, and the state may change.
+
+        Args:
+            target: a writable buffer; the caller owns it.
+            threads: the largest number of threads that copy.
+
+        Raises:
+            InvalidBuffer: ``target`` is too short or read-only.
+            WrongOrder: the plan has been written before.
         """
         if self._parts is None:
-            raise WrongOrder("this plan is written already", hint="plan_shard() for each save")
+            raise WrongOrder(
+                "this plan has been written already", hint="call plan_shard() for each save"
+            )
         buffer = memoryview(target).cast("B")
         if buffer.readonly or len(buffer) < self.shard_bytes:
             raise InvalidBuffer(
-                f"a shard of {self.shard_bytes} bytes into "
+                f"cannot write a shard of {self.shard_bytes} bytes into "
                 f"{len(buffer)} {'read-only' if buffer.readonly else 'writable'} bytes"
             )
         data_start, data_bytes = len(self._header), self._layout.data_bytes
@@ -103,7 +129,8 @@ class ShardPlan:
         if data_bytes:
             self._write_tensors(buffer[data_start : data_start + data_bytes], threads)
         self._make_claim(threads)
-        self._parts, self._values = None, b""  # a plan kept as `previous` is small
+        # The client keeps the plan as `previous`: without these it is small and holds no tensors.
+        self._parts, self._values = None, b""
 
     def _write_tensors(self, data: memoryview, threads: int) -> None:
         assert self._parts is not None
@@ -118,6 +145,7 @@ class ShardPlan:
             local, entry = self._parts.locals[layout.owned[index]], layout.entries[index]
             place = places[entry.begin : entry.end].view(local.dtype).view(local.shape)
             (others if gpu_of(local) is None else on_gpus).append((place, local.detach()))
+        # The copies from GPUs are queued first: they proceed while this thread copies CPU memory.
         with SideCopies() as copies:
             copies.to_host(on_gpus, data)
             for place, local in others:
@@ -136,21 +164,21 @@ class ShardPlan:
             self.claim = Claim(layout.claimed_names, layout.claimed_form, sums)
 
     @classmethod
-    def of(
+    def of_state(
         cls,
         state: dict[Any, Any],
         previous: Self | None,
         boxes: Mapping[Path, Sharding],
         replicas: Replicas | None,
     ) -> Self:
-        """See ``plan_shard``."""
+        """Make a plan; ``plan_shard`` documents the arguments."""
         flat = flatten(state)
         shardings = previous._shardings if previous else Shardings()
         layout = previous._layout if previous else None
         if layout is not None and layout.paths != flat.paths:
             layout = None
         covered = layout.covered if layout else _covered(state, flat.paths, replicas)
-        parts = Parts.of(flat.tensors, flat.paths, shardings, replicas, covered)
+        parts = Parts.of_tensors(flat.tensors, flat.paths, shardings, replicas, covered)
         if boxes:
             parts.shardings.update(
                 (index, boxes[path]) for index, path in enumerate(flat.paths) if path in boxes
@@ -158,7 +186,8 @@ class ShardPlan:
         columns = _PlanColumns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
         if layout is None or layout.columns != columns:
             layout = _arrange(flat.paths, covered, columns)
-        # An array of two, of which the first is packed already.
+        # The values blob is a msgpack array of two, [names, tree]: its head (0x92), the names as
+        # the layout has packed them, and the tree.
         values = b"\x92" + layout.names + msgpack.packb(flat.tree)
         return cls(layout, parts, values, shardings)
 
@@ -170,18 +199,24 @@ def plan_shard(
     boxes: Mapping[Path, Sharding] | None = None,
     replicas: Replicas | None = None,
 ) -> ShardPlan:
-    """Plan the shard of ``state``: a dict of tensors, values and objects, nested at will.
+    """Plan the shard of a state.
 
-    Values are captured now, tensors by ``ShardPlan.write``; ``state_dict()`` is called on modules,
-    optimizers and the like. ``previous``, the plan of an earlier save, spares the work on names and
-    header if they are still the same (and must be of the same ``replicas``); it is never needed for
-    correctness. ``boxes`` says of plain tensors, by their paths, which part of a global tensor they
-    are. Of the plain tensors that ``replicas`` names a share is stored. Raises
-    ``UnsupportedState``, with the path, for what cannot be stored, before anything is written, and
-    ``InvalidConfig`` for ``replicas`` that name nothing.
+    Values are captured by this call, tensors by ``ShardPlan.write``. It calls ``state_dict()`` of
+    modules, optimizers and other objects that have one.
+
+    Args:
+        state: a dict of tensors, values and objects, nested as you like; owned by the caller.
+        previous: the plan of an earlier save with the same ``replicas``. It saves the work on names
+            and header if these have not changed; the result does not depend on it.
+        boxes: which part of a global tensor a plain tensor is, by its path.
+        replicas: the plain tensors that are equal on all ranks: this rank stores a share of each.
+
+    Raises:
+        UnsupportedState: something in the state cannot be stored; the message has its path.
+        InvalidConfig: a pattern in ``replicas`` names nothing in the state.
     """
     with collector_paused():
-        return ShardPlan.of(state, previous, boxes or {}, replicas)
+        return ShardPlan.of_state(state, previous, boxes or {}, replicas)
 
 
 def _covered(

@@ -1,1 +1,1 @@
-"""Tensors: memory, dtypes, devices, placements, and the boxes that they are cut into."""
+"""Tensors: their memory, dtypes, devices and placements, and the boxes that ranks hold of them."""

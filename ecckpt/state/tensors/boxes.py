@@ -1,7 +1,11 @@
-"""Which elements of a global tensor a rank has, and what two such cuts have in common. Pure.
+"""Cuts: which elements of a global tensor a rank holds, and intersections of two cuts. Pure.
 
-torch cuts a tensor along each dimension by itself, so a cut is a list of spans per dimension: one
-span for a plain shard (the cut is a box), several where a strided shard interleaves them.
+``sharding.py`` makes cuts of DTensors; ``state/reshard`` and ``integrations/dcp`` intersect them to
+find which bytes of which shard a rank needs.
+
+torch splits a tensor along each dimension separately, so a cut is a list of spans per dimension:
+one span for a plain ``Shard`` (the cut is a box), several spans for a strided shard, whose rows
+interleave with those of other ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Start in the global tensor, and length; in the order in which the rank has them.
+# (start in the global tensor, length), in elements, in the order of the rank's local tensor.
 Spans = tuple[tuple[int, int], ...]
 
 _PLACEMENT = re.compile(r"R|S\((\d{1,3})(?:, (\d{1,4}))?\)")
@@ -25,26 +29,31 @@ _PLACEMENT = re.compile(r"R|S\((\d{1,3})(?:, (\d{1,4}))?\)")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The elements of a rank: the product of the spans of each dimension."""
+    """The elements of a rank: the Cartesian product of the spans of each dimension."""
 
     spans: tuple[Spans, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the rank's own tensor."""
+        """Shape of the rank's local tensor."""
         return tuple(sum(length for _, length in spans) for spans in self.spans)
 
     def narrow(self, dim: int, start: int, length: int) -> Cut:
-        """What is left of it when the rank's own tensor is narrowed like this."""
+        """Return the cut of ``local.narrow(dim, start, length)``.
+
+        Raises ``ValueError`` if the local tensor has no such rows.
+        """
         if not (0 <= dim < len(self.spans) and 0 <= start <= start + length <= self.shape[dim]):
-            raise ValueError(f"dimension {dim} from {start}, {length} long, of {self.shape}")
+            raise ValueError(
+                f"no rows {start} to {start + length} in dimension {dim} of shape {self.shape}"
+            )
         spans = list(self.spans)
-        spans[dim] = _take(spans[dim], start, start + length) or ((0, 0),)
+        spans[dim] = _sliced(spans[dim], start, start + length) or ((0, 0),)
         return Cut(tuple(spans))
 
 
 class Common(NamedTuple):
-    """A box that two cuts share: where it begins in each one's own tensor, and its shape."""
+    """A box in both of two cuts: where it begins in either local tensor, and its shape."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -52,21 +61,28 @@ class Common(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Cut:
-    """The cut that is the tensor itself."""
+    """Return the cut that has all elements."""
     return Cut(tuple(((0, size),) for size in shape))
 
 
-@lru_cache(maxsize=1 << 14)  # a model has many tensors, but of few shapes
+@lru_cache(maxsize=1 << 14)  # a model has many tensors, but few distinct shapes
 def cut_of(
     shape: tuple[int, ...],
     placements: tuple[str, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> Cut:
-    """What the rank at ``coordinate`` of the mesh has of a tensor placed like this.
+    """Return the elements that one rank of a mesh holds of a DTensor.
 
-    Placements are spelled as in `sharding.py`: ``R``, ``S(dim)``, ``S(dim, split)``, one per mesh
-    dimension, taken from left to right. Raises ``ValueError`` where they do not fit together.
+    Args:
+        shape: of the global tensor.
+        placements: one per mesh dimension, applied from left to right, spelled as ``sharding.py``
+            does: ``R``, ``S(dim)`` or ``S(dim, split)``.
+        mesh_shape: ranks per mesh dimension.
+        coordinate: the rank's coordinate in the mesh.
+
+    Raises:
+        ValueError: the arguments do not fit together, or a placement is unknown.
     """
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise ValueError(f"{len(placements)} placements on a mesh of shape {tuple(mesh_shape)}")
@@ -74,21 +90,22 @@ def cut_of(
     for placement, ranks, rank in zip(placements, mesh_shape, coordinate, strict=True):
         match = _PLACEMENT.fullmatch(placement)
         if match is None or not 0 <= rank < ranks or match[2] == "0":
-            raise ValueError(f"{placement[:40]!r} at {rank} of {ranks}")
+            raise ValueError(f"placement {placement[:40]!r} at rank {rank} of {ranks}")
         if match[1] is None:
             continue
         dim = int(match[1])
         if dim >= len(spans):
             raise ValueError(f"{placement} of a tensor with {len(spans)} dimensions")
-        # A strided shard is cut into `split` pieces first, and has its share of each.
+        # A strided shard splits the dimension into `split` pieces first and takes its chunk of each
+        # (torch's _StridedShard: tensor parallelism under FSDP).
         split = int(match[2] or 1)
         pieces = [_chunk(spans[dim], number, split) for number in range(split)]
         spans[dim] = tuple(span for piece in pieces for span in _chunk(piece, rank, ranks))
-    return Cut(tuple(each or ((0, 0),) for each in spans))
+    return Cut(tuple(dim_spans or ((0, 0),) for dim_spans in spans))
 
 
 def in_common(source: Cut, target: Cut) -> list[Common]:
-    """The boxes that make up what both cuts have."""
+    """Return the boxes that together are the intersection of two cuts."""
     dims = [_matches(one, other) for one, other in zip(source.spans, target.spans, strict=True)]
     return [
         Common(
@@ -103,14 +120,21 @@ def in_common(source: Cut, target: Cut) -> list[Common]:
 def byte_runs(
     shape: Sequence[int], start: Sequence[int], box: Sequence[int], item_bytes: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Where the bytes of a box lie in a tensor of ``shape`` in C order.
+    """Return where the bytes of a box lie in a tensor in C order.
 
-    ``start`` is where the box (of shape ``box``) begins. Returns the offsets of the contiguous
-    runs, as few as there are, and the length of each.
+    Args:
+        shape: of the tensor.
+        start: where the box begins, in elements per dimension.
+        box: shape of the box.
+        item_bytes: length of an element.
+
+    Returns:
+        The offsets in bytes of the contiguous runs (int64, shape (runs,), the smallest possible
+        number of them, in ascending order), and the length in bytes of each run.
     """
     run_bytes, stride = item_bytes, item_bytes
     dim = len(shape)
-    while dim and run_bytes == stride:  # everything below is taken whole: the run goes on
+    while dim and run_bytes == stride:  # the box spans all inner dimensions: the run goes on
         dim -= 1
         run_bytes *= box[dim]
         stride *= shape[dim]
@@ -126,13 +150,13 @@ def byte_runs(
 
 
 def _chunk(spans: Spans, number: int, count: int) -> Spans:
-    """One of so many chunks, as ``torch.chunk`` cuts them but with empty ones at the end."""
+    """Return chunk ``number`` of ``count``, as ``torch.chunk`` splits; the last may be empty."""
     size = sum(length for _, length in spans)
     part = -(-size // count)
-    return _take(spans, part * number, part * (number + 1))
+    return _sliced(spans, part * number, part * (number + 1))
 
 
-def _take(spans: Spans, begin: int, end: int) -> Spans:
+def _sliced(spans: Spans, begin: int, end: int) -> Spans:
     taken = []
     for start, length in spans:
         low, high = max(begin, 0), min(end, length)
@@ -143,7 +167,7 @@ def _take(spans: Spans, begin: int, end: int) -> Spans:
 
 
 def _matches(source: Spans, target: Spans) -> list[tuple[int, int, int]]:
-    """Where spans meet: start in the source's own tensor, in the target's, and length."""
+    """Intersect spans: (start in the source's local tensor, start in the target's, length)."""
     matches = []
     source_at = 0
     for source_start, source_length in source:

@@ -1,8 +1,8 @@
-"""Many tensors looked at together.
+"""Attributes of many tensors at once; ``snapshot/parts.py`` and ``load`` use it.
 
-Of 20,000 tensors each look costs milliseconds: they lie all over the memory, and each is a step of
-Python. So neighbours are looked at together, a few at a time, by functions that walk lists in C
-while the tensors are still in the cache.
+Reading one attribute of 20,000 tensors takes milliseconds: the objects are scattered over memory,
+and each access is a step of the interpreter. So all attributes of a batch are read while its tensor
+objects are in the CPU's cache, by functions that loop in C (``map``, ``issuperset``).
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import torch
 from ecckpt.state.tensors.dtypes import STORED
 from ecckpt.state.tensors.tensors import PLAIN_TYPES
 
-TOGETHER = 512
+TOGETHER = 512  # tensors per batch: their Python and C++ objects fit into the CPU's cache
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _STRIDED = frozenset({torch.strided})
 _dtype_of, _shape_of, _layout_of = map(attrgetter, ("dtype", "shape", "layout"))
 _on_cpu, _nested = attrgetter("is_cpu"), attrgetter("is_nested")
 
 
-class Columns(NamedTuple):
-    """What there is to know of tensors of the usual kind."""
+class TensorColumns(NamedTuple):
+    """Attributes of plain CPU tensors, one list per attribute."""
 
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
-    addresses: list[int]  # 0 for those without elements
-    raw: list[bool]  # whether the bytes from there on are those of the elements in C order
+    addresses: list[int]  # 0 for an empty tensor
+    raw: list[bool]  # whether the memory from there on holds the elements in C order
 
 
-def columns_of(tensors: Sequence[torch.Tensor]) -> Columns | None:
-    """The columns of tensors that all are of the usual kind; None if any is not.
+def columns_of(tensors: Sequence[torch.Tensor]) -> TensorColumns | None:
+    """Return the columns of tensors if all are plain CPU tensors; None if any is not.
 
-    That is: plain memory of the CPU that ``part_of`` would neither refuse nor change.
+    Plain: a tensor or parameter whose memory ``part_of`` would return unchanged. The caller handles
+    a batch with other tensors one by one, with ``part_of``.
     """
     dtypes = list(map(_dtype_of, tensors))
     usual = (
@@ -49,7 +50,7 @@ def columns_of(tensors: Sequence[torch.Tensor]) -> Columns | None:
     )
     if not usual:
         return None
-    return Columns(
+    return TensorColumns(
         dtypes,
         list(map(_shape_of, tensors)),
         list(map(torch.Tensor.data_ptr, tensors)),

@@ -1,4 +1,4 @@
-"""Which torch dtypes a shard holds, and what safetensors calls them."""
+"""The torch dtypes that a shard can hold, and their names in safetensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CODES = {
     "float64": "F64",
     "complex64": "C64",
 }
-# Not in safetensors, or in its format but not in its torch loader: stored as bytes, the true name
-# in the metadata, one more dimension for the bytes of an element.
+# Dtypes that safetensors does not have, or that its torch loader does not read. A shard stores them
+# as U8 with one more dimension, the bytes of an element, and their torch name in the metadata.
 _AS_BYTES = ("complex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
-# Older torch lacks some of these names.
+# Older releases of torch do not have all of these dtypes.
 CODE_OF = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 BYTES_DTYPES = {name: getattr(torch, name) for name in _AS_BYTES if hasattr(torch, name)}

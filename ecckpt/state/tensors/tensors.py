@@ -1,4 +1,7 @@
-"""One tensor: whether it can be stored, what ties it to others, how it is filled."""
+"""Operations on one tensor: the part of it that a rank stores, ties between tensors, filling it.
+
+``snapshot``, ``load`` and ``integrations/dcp`` use it; ``columns.py`` is its fast path for many.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,24 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Part(NamedTuple):
-    """What a rank has of a tensor: memory of its own, and where that sits in a global tensor."""
+    """A rank's local tensor, and its place in a global tensor (None: it is not a part of one)."""
 
     local: torch.Tensor
     sharding: Sharding | None
 
 
 def part_of(value: torch.Tensor, path: Path, shardings: Shardings) -> Part:
-    """The part of ``value`` that this rank stores; shares its memory.
+    """Return the part of ``value`` that this rank holds; it shares the memory of ``value``.
 
-    Raises ``UnsupportedState`` for what has no plain memory, or none that safetensors can hold.
+    Raises ``UnsupportedState``, with ``path`` in the message, for tensors without strided memory
+    and for classes and dtypes that a shard cannot hold.
     """
     if type(value) in PLAIN_TYPES:
         local, sharding = value, None
     elif is_dtensor(value):
         if has_partial(value):  # type: ignore[arg-type]
             _refuse(path, "a DTensor with Partial placement", "redistribute it to Shard first")
-        local, sharding = local_tensor(value), shardings.of(value)  # type: ignore[arg-type]
+        local, sharding = local_tensor(value), shardings.sharding_of(value)  # type: ignore[arg-type]
         if type(local) not in PLAIN_TYPES:
             _refuse(path, f"a DTensor over a {type(local).__name__}", _TO_PLAIN)
     else:
@@ -47,22 +51,26 @@ def part_of(value: torch.Tensor, path: Path, shardings: Shardings) -> Part:
 
 
 def share_of(part: Part) -> Part:
-    """The share of ``part`` that this rank stores, where other ranks have replicas of it."""
+    """Return the share of ``part`` that this rank stores if other ranks have replicas of it.
+
+    It shares the memory of ``part``. A part without replicas is returned as it is.
+    """
     local, sharding = part
     held = sharding.share(tuple(local.shape)) if sharding else None
     if sharding is None or held is None:
         return part
     dim, start, length = held
     offset = sharding.offset and tuple(
-        at + (start if each == dim else 0) for each, at in enumerate(sharding.offset)
+        begin + (start if axis == dim else 0) for axis, begin in enumerate(sharding.offset)
     )
     return Part(local.narrow(dim, start, length), replace(sharding, held=held, offset=offset))
 
 
 def memory_key(part: Part) -> Any:
-    """Equal for two parts that are the same elements of the same memory; None: comparable to none.
+    """Return a key that is equal for two parts if they are the same elements of the same memory.
 
-    Only while both are alive. Empty tensors share no memory, whatever their address.
+    The comparison holds only while both tensors are alive. The key is None for a part that is tied
+    to nothing: an empty tensor has no memory, whatever its address.
     """
     local = part.local
     if not local.numel() or not local.data_ptr():
@@ -72,20 +80,26 @@ def memory_key(part: Part) -> Any:
 
 
 def is_raw(local: torch.Tensor) -> bool:
-    """Whether the bytes in memory, from the address on, are those of the elements in C order."""
+    """Return whether the memory from ``data_ptr()`` on holds the elements in C order, on the CPU.
+
+    Conjugated and negated views of torch are flags on unchanged memory, so they are not raw.
+    """
     return local.is_cpu and local.is_contiguous() and not (local.is_neg() or local.is_conj())
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target``, of the same shape and dtype, on any device."""
-    # Tensors that were made in inference mode can be written to in there only.
+    """Copy ``source`` into ``target``, which has the same shape and dtype, on any device."""
+    # torch allows writes to a tensor that was made in inference mode only in that mode.
     with torch.no_grad(), torch.inference_mode(target.is_inference()):
         written, read = collapse(target, source)
         written.copy_(read)
 
 
 def collapse(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both without the dimensions along which ``target`` repeats one element (``expand``)."""
+    """Return views of both without the dimensions that ``target`` has from ``expand``.
+
+    Along those all indices are one element in memory, and ``copy_`` refuses to write to it twice.
+    """
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -93,16 +107,17 @@ def collapse(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits (NaNs included)."""
+    """Return whether two tensors of the same shape and dtype hold the same bits, NaNs included."""
     return torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Not reshape(-1): of a single element it keeps any stride, and that cannot be viewed as bytes.
+    # Not reshape(-1): for a single element it keeps whatever stride the tensor has, and torch views
+    # only tensors of stride 1 as bytes.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-_TO_PLAIN = "store the plain tensors that it is made of"
+_TO_PLAIN = "store the plain tensors that it consists of"
 
 
 def _unusual(local: torch.Tensor) -> tuple[str, str]:

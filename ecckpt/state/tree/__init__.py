@@ -1,1 +1,1 @@
-"""The tree of containers, values and registered objects around the tensors, as msgpack."""
+"""The tree of a state: its containers, values and objects around the tensors, as msgpack."""

@@ -1,4 +1,8 @@
-"""The decoder of `values.py`: bounded, and never anything but data."""
+"""The decoder of the vocabulary in ``values.py``. It does not trust its input.
+
+``file/shard.py`` decodes trees with it. Depth and memory are bounded by the input, and no code of
+the user runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from ecckpt.state.tree.values import DEPTH_MAX, PLAIN
 _LEAVES = PLAIN | {StoredTensor}
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}[A-Za-z\u03bc]{1,8}\])?")
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{1,31}")
-# Everything that the parsers below are known to raise for bytes nobody wrote.
+# The exceptions that msgpack, numpy and torch raise in the parsers below for malformed bytes.
 MALFORMED = (
     ValueError,
     TypeError,
@@ -34,12 +38,19 @@ MALFORMED = (
 
 
 def decode(data: bytes, leaf: Callable[[int], Any]) -> Any:
-    """The tree that ``pack(Encoder(...).encode(...))`` made, with new containers and arrays.
+    """Decode a tree that ``pack(Encoder(...).encode(...))`` has made.
 
-    Instances of registered classes are ``StoredValue``s: no code of the user runs in here.
+    Args:
+        data: the packed tree.
+        leaf: called as ``leaf(index)`` for a reference to a tensor; raises ``LookupError`` if there
+            is no such tensor.
 
-    ``leaf(index)`` gives the tensor of that index (``LookupError``: there is none). Raises
-    ``CorruptFragment`` for anything that the encoder cannot have written.
+    Returns:
+        The tree, in new containers and arrays that the caller owns. Instances of registered classes
+        are ``StoredValue``s.
+
+    Raises:
+        CorruptFragment: bytes that the encoder cannot have written.
     """
     try:
         tree = _Decoder(leaf).unpack(data)
@@ -55,7 +66,7 @@ class _Decoder:
         self._depth = 0
 
     def unpack(self, data: bytes) -> Any:
-        if self._depth > DEPTH_MAX + 2:  # the tree, the levels, an object
+        if self._depth > DEPTH_MAX + 2:  # the encoder's levels, the root, and one object
             raise ValueError(f"more than {DEPTH_MAX} levels")
         self._depth += 1
         tree = msgpack.unpackb(data, ext_hook=self._extension, unicode_errors="surrogatepass")
@@ -86,8 +97,8 @@ def _array(parts: list[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         raise ValueError(f"numpy dtype {name!r:.40}")
     dtype = np.dtype(name)
     if not dtype.itemsize or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError("a numpy array of another size than its shape")
-    return np.frombuffer(data, dtype).reshape(shape).copy()  # the copy is aligned and writable
+        raise ValueError("the bytes of a numpy array do not match its shape")
+    return np.frombuffer(data, dtype).reshape(shape).copy()  # aligned and writable
 
 
 def _scalar(parts: list[Any]) -> Any:
@@ -104,13 +115,13 @@ def _dtype(data: bytes) -> torch.dtype:
 
 
 def _check_nodes(tree: Any) -> None:
-    """Level by level, because what comes here may be nested deeper than Python recurses."""
+    """Check depth and types, level by level: malformed input may be deeper than Python recurses."""
     level = [tree]
     for _ in range(DEPTH_MAX + 2):
         below: list[Any] = []
         for node in level:
             if type(node) is msgpack.Timestamp:
-                raise ValueError("a timestamp")
+                raise ValueError("a msgpack timestamp")
             below += [child for child in _children(node) if type(child) not in _LEAVES]
         if not below:
             return
@@ -137,14 +148,14 @@ def _default(items: list[Any]) -> defaultdict[Any, Any]:
 def _deque(parts: list[Any]) -> deque[Any]:
     maxlen, items = parts
     if type(items) is not list or (maxlen is not None and len(items) > maxlen):
-        raise ValueError("a deque longer than it may be")
+        raise ValueError("a deque is longer than its maxlen")
     return deque(items, maxlen)
 
 
 def _path(parts: list[Any]) -> Any:
     kind, text = parts
     if type(text) is not str:
-        raise TypeError("a path that is no text")
+        raise TypeError("a path is not a text")
     return values.PATHS[kind](text)
 
 

@@ -1,4 +1,7 @@
-"""The encoder of `values.py`: a tree of values, taken apart into what msgpack holds."""
+"""The encoder of the vocabulary in ``values.py``: from a tree of values to msgpack types.
+
+``tree.py`` encodes states with it, ``reshard/diff.py`` compares values by their encodings.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,14 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Encoder:
-    """Turns a tree of values into what ``pack`` takes.
+    """Encodes a tree of values for ``values.pack``.
 
-    ``leaf(value, path)`` is called for whatever is no value (tensors, objects with a state): it
-    returns something already encoded, or raises ``UnsupportedState``. ``leaves(tensors, path)``, if
-    given, does so for a whole dict of tensors with text keys: the form of most large states.
+    Args:
+        leaf: called as ``leaf(value, path)`` for tensors, objects and unknown types. It returns an
+            encoding, or raises ``UnsupportedState``.
+        leaves: called as ``leaves(tensors, path)`` for a dict with text keys that has only tensors,
+            the form of most large states; it returns the encoding of the dict. Without it, ``leaf``
+            is called for each tensor.
     """
 
     def __init__(
@@ -38,7 +44,10 @@ class Encoder:
         self._leaves = leaves
 
     def encode(self, value: Any, path: Path) -> Any:
-        """``value`` as plain msgpack types and extensions; raises ``UnsupportedState``."""
+        """Return ``value`` as plain msgpack types and extensions.
+
+        Raises ``UnsupportedState``, with the path, for a value that cannot be stored.
+        """
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -48,7 +57,7 @@ class Encoder:
             raise UnsupportedState(
                 f"{describe(path[:4])}...",
                 f"{kind_name(value)} more than {DEPTH_MAX} levels deep",
-                hint="flatten it; a container that holds itself cannot be stored",
+                hint="flatten it; a container that contains itself cannot be stored",
             )
         if kind in _CONTAINERS:
             return _CONTAINERS[kind](self, value, path)
@@ -56,9 +65,9 @@ class Encoder:
         return self._registered(value, path) if scalar is None else scalar
 
     def _items(self, items: Iterable[Any], path: Path) -> list[Any]:
-        # Before all else, because another thread may change a container while it is walked.
+        # Copy first: another thread may change the container while it is encoded.
         items = list(items)
-        if PLAIN.issuperset(map(type, items)):  # a long list of numbers costs no Python per number
+        if PLAIN.issuperset(map(type, items)):  # a fast path in C for long lists of numbers
             return items
         return [self.encode(item, (*path, index)) for index, item in enumerate(items)]
 
@@ -93,7 +102,7 @@ class Encoder:
         if factory is not None and values.FACTORIES.get(name) is not factory:
             raise UnsupportedState(
                 describe(path),
-                f"a defaultdict that makes missing values by {factory!r:.60}",
+                f"a defaultdict with the factory {factory!r:.60}",
                 hint=f"the factory may be None or one of {', '.join(values.FACTORIES)}",
             )
         stored = None if factory is None else name
@@ -110,10 +119,10 @@ class Encoder:
         if type(payload) is type(value):
             raise UnsupportedState(
                 describe(path),
-                f"{kind_name(value)}, which its encode() returned again",
+                f"{kind_name(value)}, whose encode() returned the same type",
                 hint="encode() must return plain values",
             )
-        # Values only: a tensor in it could not be filled in place.
+        # No tensors inside: a restore makes a new instance, so there is no tensor to fill in place.
         return extension(values.REGISTERED, [codec.name, Encoder().encode(payload, path)])
 
 
@@ -136,13 +145,13 @@ def _key(key: Any, path: Path) -> Any:
 
 
 def _stored_value(_: Encoder, value: StoredValue, __: Path) -> msgpack.ExtType:
-    """One that was read and not resolved, as it was."""
+    """Encode an instance that was read from a shard and not resolved: its bytes as they were."""
     return msgpack.ExtType(values.REGISTERED, value.packed)
 
 
 def _set(_: Encoder, members: Iterable[Any], path: Path) -> Any:
     encoder = Encoder()
-    # Sorted by their bytes: two equal sets give two equal shards, whatever the hash seed.
+    # Sorted by encoding: equal sets get equal bytes, independent of Python's hash seed.
     items = sorted((encoder.encode(member, (*path, "{}")) for member in members), key=pack)
     return extension(values.SET if type(members) is set else values.FROZENSET, items)
 
@@ -162,7 +171,7 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any, Path], Any]] = {
 
 
 def _scalar(value: Any, path: Path) -> msgpack.ExtType | None:
-    """A value without parts; None if it is no such thing."""
+    """Encode a value without parts; return None for other types."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         return _numpy(value, path)
     encode = _SCALARS.get(type(value))
@@ -201,7 +210,9 @@ def _numpy(value: Any, path: Path) -> msgpack.ExtType:
             hint="split structures into one array per field, objects into lists of values; "
             "or leave it out of the state",
         )
-    if array.dtype.itemsize == 0:  # text of length zero: numpy pads with NULs, and strips them
+    # Text of length zero has elements of 0 bytes, which the decoder refuses. With a width of 1 the
+    # text stays empty, because numpy pads with NULs and strips them.
+    if array.dtype.itemsize == 0:
         array = array.astype(f"{array.dtype.kind}1")
     if isinstance(value, np.generic):
         return extension(values.SCALAR, [array.dtype.str, array.tobytes()])

@@ -1,4 +1,7 @@
-"""The nodes of a saved tree that are more than data: tensors, objects, members of user classes."""
+"""The nodes of a decoded tree that stand for tensors, objects and instances of user classes.
+
+``decoding.py`` makes them; ``load`` and ``reshard`` replace them by live tensors and objects.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,31 @@ from ecckpt.state.tensors.sharding import Sharding
 from ecckpt.state.tensors.tensors import is_raw
 from ecckpt.state.tree.values import kind_name
 
-# What may hold tensors and objects, in saved and in live trees.
+# The types that may contain tensors and objects, in saved and in live trees.
 CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, tuple, deque})
 
 
 class TensorForm(NamedTuple):
-    """What many tensors have in common."""
+    """Dtype, shape and length in bytes; tensors of one form share the object."""
 
     dtype: torch.dtype
     shape: torch.Size
     size_bytes: int
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that takes four times as long to make
+# Neither frozen nor keyword-only, although it has five fields and does not change: a restore makes
+# tens of thousands of them. Frozen ones take four times as long to make, and `Views.stored` makes
+# them with `map`, by position.
+@dataclass(slots=True, eq=False)
 class StoredTensor:
-    """A tensor of a shard, in the place where the state had it. Nobody changes one.
+    """A tensor of a shard, at the place in the tree where the state had it. Do not change it.
 
-    ``data`` is a view of the shard, one of ``tensors``, made when somebody asks for it; ``address``
-    is where its bytes are, or 0 where that takes a look at ``data``.
+    Attributes:
+        name: the tensor's name in the shard.
+        form: dtype, shape and length.
+        sharding: its place in a global tensor; None if it is not a part of one.
+        address: where its bytes lie in memory, in C order; 0 if only ``data`` can tell.
+        tensors: the mapping that makes the view behind ``data``.
     """
 
     name: str
@@ -41,33 +51,33 @@ class StoredTensor:
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(
+    def of_tensor(
         cls, name: str, tensors: Mapping[str, torch.Tensor], sharding: Sharding | None = None
     ) -> Self:
-        """One of ``tensors`` that are there already."""
+        """Make the node of a tensor that exists already, ``tensors[name]``."""
         tensor = tensors[name]
         form = TensorForm(tensor.dtype, tensor.shape, tensor.nbytes)
         return cls(name, form, sharding, tensor.data_ptr() if is_raw(tensor) else 0, tensors)
 
     @property
     def data(self) -> torch.Tensor:
-        """Its elements: a view, which only lasts as long as the shard."""
+        """A view of its elements; valid as long as the buffer of the shard."""
         return self.tensors[self.name]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of its elements."""
         return self.form.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """Of what is stored: of a part of a global tensor, the part's."""
+        """The shape of what is stored; for a part of a global tensor, that of the part."""
         return self.form.shape
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """What ``state_dict()`` of an object returned, and the name of the object's class."""
+    """An object's class name, and what its ``state_dict()`` returned."""
 
     kind: str
     state: Any
@@ -75,9 +85,10 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """An instance of a registered class: the name it was stored under, and plain values.
+    """An instance of a registered class, not yet made (``resolving.py`` makes it).
 
-    Compared by ``packed``, both of them as they were read: it may be a key before it is made.
+    ``kind`` is the registered name, ``payload`` the plain values from ``encode``. Equality and hash
+    go by ``packed``, the encoded bytes of both, because it may be a dict key before it is made.
     """
 
     kind: str = field(compare=False)
@@ -86,32 +97,35 @@ class StoredValue:
 
 
 def is_stored(node: Any) -> bool:
-    """Whether a node of a saved tree is more than a value."""
+    """Return whether a node of a saved tree is a tensor or an object, not a value."""
     return type(node) in (StoredTensor, StoredObject)
 
 
 def stored_name(node: Any) -> str:
-    """What a node of a saved tree is, as messages show it."""
+    """Return how messages name a node of a saved tree."""
     if type(node) is StoredObject:
         return f"state of {node.kind}"
     return "a tensor" if type(node) is StoredTensor else kind_name(node)
 
 
 def replace_tensors(node: Any, make: Callable[[StoredTensor, Path], Any], path: Path = ()) -> Any:
-    """``node`` in new containers, with ``make(tensor, path)`` for each stored tensor."""
+    """Copy a saved tree, with ``make(tensor, path)`` in place of each stored tensor.
+
+    Containers are new, and belong to the caller; values are shared with ``node``.
+    """
     if type(node) is StoredTensor:
         return make(node, path)
     if type(node) not in CONTAINERS:
         return node
     if isinstance(node, dict):
-        pairs = ((key, replace_tensors(each, make, (*path, key))) for key, each in node.items())
+        pairs = ((key, replace_tensors(child, make, (*path, key))) for key, child in node.items())
         return dict_like(node, pairs)
-    items = (replace_tensors(each, make, (*path, index)) for index, each in enumerate(node))
+    items = (replace_tensors(child, make, (*path, index)) for index, child in enumerate(node))
     return items_like(node, items)
 
 
 def dict_like(node: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A new dict of the kind of ``node`` that holds ``pairs``."""
+    """Make a dict of the same type as ``node``, with the given pairs."""
     if type(node) is Counter:  # its constructor would count the pairs
         counter: Counter[Any] = Counter()
         dict.update(counter, pairs)
@@ -122,5 +136,5 @@ def dict_like(node: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[An
 
 
 def items_like(node: Any, items: Iterable[Any]) -> Any:
-    """A new list, tuple or deque of the kind of ``node`` that holds ``items``."""
+    """Make a list, tuple or deque of the same type as ``node``, with the given items."""
     return deque(items, node.maxlen) if type(node) is deque else type(node)(items)

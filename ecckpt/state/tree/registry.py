@@ -1,7 +1,8 @@
-"""Classes of the user whose instances are values: one table, filled by ``register`` alone.
+"""The registry of user classes whose instances a state may hold; ``ecckpt.register`` fills it.
 
-What is stored is a registered name and plain values. A name that is not in the table is an error,
-never an import: which code runs is decided by the program, not by the bytes it reads.
+``encoding.py`` and ``resolving.py`` look classes up. A shard stores the registered name and plain
+values. Reading a name that is not registered is an error and never imports anything: the program
+decides which code runs, not the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _Kind = TypeVar("_Kind", bound=type)
 
 @dataclass(frozen=True, slots=True)
 class ClassCodec:
-    """How instances of one class are stored: ``encode(value, path)`` and ``decode(payload)``."""
+    """How instances of one class are stored.
+
+    ``encode(value, path)`` returns plain values, ``decode(payload)`` makes an instance from them.
+    """
 
     name: str
     kind: type
@@ -48,29 +52,39 @@ def register(
     decode: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> _Kind:
-    """Make instances of exactly this class values that a state may hold; returns ``kind``.
+    """Allow instances of a class, but not of its subclasses, as values in a state.
 
-    Enums and dataclasses need nothing more (``@ecckpt.register`` above the class does it): a member
-    is stored by its name, a flag by its number, a dataclass by its fields, and made again without
-    ``__init__``. Any other class gives both functions: ``encode(value)`` returns plain values, from
-    which ``decode`` makes an equal one; ``ecckpt.register(Decimal, encode=str, decode=Decimal)``.
+    For an enum or a dataclass ``@ecckpt.register`` above the class is enough. A shard stores an
+    enum member by its name, a flag by its number, and a dataclass by its fields; instances of
+    dataclasses are made without ``__init__``. Any other class needs both functions, as in
+    ``ecckpt.register(Decimal, encode=str, decode=Decimal)``.
 
-    ``name`` is what is stored (default: the class's qualified name, without its module). Register
-    before the first ``save`` and before ``restore``, in every start of the program. The same class
-    may be registered again; it replaces the earlier one.
+    Call it in each start of the program, before the first ``save`` and before ``restore``. A second
+    registration of a class replaces the first.
 
-    Raises ``InvalidConfig`` for a name that another class has, or a class with no way to store it.
+    Args:
+        kind: the class.
+        encode: returns plain values for an instance.
+        decode: makes an equal instance from these values.
+        name: stored in place of the class (default: its qualified name without the module).
+
+    Returns:
+        ``kind``, so that it works as a decorator.
+
+    Raises:
+        InvalidConfig: another class has that name, or the class needs ``encode`` and ``decode``, or
+            ecckpt stores it without registration.
     """
     if not isinstance(kind, type) or (encode is None) != (decode is None):
         raise InvalidConfig("register() takes a class, and encode and decode or neither")
     if kind in _NATIVE or issubclass(kind, torch.Tensor) or hasattr(kind, "load_state_dict"):
-        raise InvalidConfig(f"{kind.__name__} is stored without register(), in its own way")
+        raise InvalidConfig(f"{kind.__name__} needs no register(): ecckpt stores it as it is")
     name = name or kind.__qualname__
     other = _by_name.get(name)
     if other is not None and _origin(other.kind) != _origin(kind):
         raise InvalidConfig(
             f"{name!r} is registered for {other.kind.__module__}.{other.kind.__qualname__}",
-            hint="give one of them another name=",
+            hint="give one of the classes another name=",
         )
     codec = _codec(kind, encode, decode, name)
     for old in (other, _by_kind.get(kind)):
@@ -82,12 +96,12 @@ def register(
 
 
 def codec_of(kind: type) -> ClassCodec | None:
-    """How instances of exactly ``kind`` are stored; None if it was not registered."""
+    """Return the codec of exactly this class; None if it is not registered."""
     return _by_kind.get(kind)
 
 
 def codec_named(name: str) -> ClassCodec | None:
-    """The codec registered under ``name``, or None."""
+    """Return the codec registered under ``name``; None if there is none."""
     return _by_name.get(name)
 
 
@@ -98,9 +112,9 @@ def _codec(
     name: str,
 ) -> ClassCodec:
     if encode is not None and decode is not None:
-        given = encode
-        return ClassCodec(name, kind, lambda value, _: given(value), decode)
-    if issubclass(kind, enum.Flag):  # a combination of flags has no name of its own
+        user_encode = encode
+        return ClassCodec(name, kind, lambda value, _: user_encode(value), decode)
+    if issubclass(kind, enum.Flag):  # a combination of flags has no name
         return ClassCodec(name, kind, lambda value, _: value.value, kind)
     if issubclass(kind, enum.Enum):
         return ClassCodec(name, kind, lambda value, _: value.name, kind.__getitem__)
@@ -117,7 +131,7 @@ def _fields_of(value: Any, path: Path) -> dict[str, Any]:
     if extra := [name for name in getattr(value, "__dict__", ()) if name not in names]:
         raise UnsupportedState(
             describe(path),
-            f"a {type(value).__qualname__} with attributes that are no fields ({extra[0]!r:.60})",
+            f"a {type(value).__qualname__} with attributes that are not fields ({extra[0]!r:.60})",
             hint="register it with encode= and decode=",
         )
     return {name: getattr(value, name) for name in names}
@@ -129,7 +143,7 @@ def _from_fields(kind: type, payload: dict[str, Any]) -> Any:
         raise ValueError(f"saved with the fields {sorted(payload)}, here it has {sorted(names)}")
     value: Any = object.__new__(kind)
     for name, field in payload.items():
-        object.__setattr__(value, name, field)  # frozen ones too
+        object.__setattr__(value, name, field)  # works for frozen dataclasses as well
     return value
 
 

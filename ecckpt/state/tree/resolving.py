@@ -1,4 +1,8 @@
-"""Instances of registered classes, made from what a shard holds of them."""
+"""``resolve``: makes instances of registered classes from the values that a shard has of them.
+
+``load`` calls it before it compares a shard with a state. This is where ``decode`` functions of the
+user run.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,20 @@ from ecckpt.state.tree.values import PLAIN
 
 Problem = Callable[[Path, str], object]
 
-_MADE = PLAIN | {StoredTensor}
+_RESOLVED = PLAIN | {StoredTensor}  # types that need no look inside
 
 
 def resolve(node: Any, problem: Problem, path: Path = ()) -> Any:
-    """``node`` with every ``StoredValue`` in it, keys and members of sets too, made a value.
+    """Return ``node`` with an instance in place of each ``StoredValue``, also in keys and sets.
 
-    A container that holds none is not copied. ``problem(path, text)`` is told of each that cannot
-    be made; it stays what it is.
+    A container without any is not copied. For a value whose instance cannot be made,
+    ``problem(path, text)`` is called, and the ``StoredValue`` stays.
     """
     kind = type(node)
-    if kind in _MADE:
+    if kind in _RESOLVED:
         return node
     if kind is StoredValue:
-        return _made(node, problem, path)
+        return _instance(node, problem, path)
     if kind is StoredObject:
         return StoredObject(node.kind, resolve(node.state, problem, path))
     if kind not in CONTAINERS and kind not in (set, frozenset):
@@ -40,14 +44,15 @@ def resolve(node: Any, problem: Problem, path: Path = ()) -> Any:
     try:
         return _contents(node, problem, path)
     except TypeError as error:
-        problem(path, f"a key or member made of what was saved cannot be one: {error}")
+        # decode() returned an object that is not hashable.
+        problem(path, f"a decoded instance cannot be a key or a member of a set: {error}")
         return node
 
 
 def _contents(node: Any, problem: Problem, path: Path) -> Any:
-    # Most containers hold nothing that is to be made, some of them tens of thousands of tensors.
-    if _MADE.issuperset(map(type, node)) and (
-        not isinstance(node, dict) or _MADE.issuperset(map(type, node.values()))
+    # A fast path in C: most containers have nothing to resolve, and some have 20,000 tensors.
+    if _RESOLVED.issuperset(map(type, node)) and (
+        not isinstance(node, dict) or _RESOLVED.issuperset(map(type, node.values()))
     ):
         return node
     if isinstance(node, dict):
@@ -62,7 +67,7 @@ def _contents(node: Any, problem: Problem, path: Path) -> Any:
     return items_like(node, items)
 
 
-def _made(node: StoredValue, problem: Problem, path: Path) -> Any:
+def _instance(node: StoredValue, problem: Problem, path: Path) -> Any:
     codec = codec_named(node.kind)
     if codec is None:
         problem(path, f"saved as the class {node.kind!r:.80}, which is not registered here")
@@ -79,6 +84,6 @@ def _made(node: StoredValue, problem: Problem, path: Path) -> Any:
         return node
     try:
         return codec.decode(payload)
-    except Exception as error:  # of the user's own code, in whatever way it fails
-        problem(path, f"no {node.kind} can be made of what was saved: {error!r:.200}")
+    except Exception as error:  # user code may raise anything
+        problem(path, f"decode() of {node.kind} failed: {error!r:.200}")
         return node

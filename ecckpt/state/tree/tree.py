@@ -1,4 +1,7 @@
-"""A state as a tree, taken apart into tensors and values."""
+"""``flatten``: splits a state into its tensors and a packed tree that refers to them by index.
+
+``snapshot/plan.py`` and ``integrations/dcp`` use it; ``load`` uses the predicates below.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ from ecckpt.state.tree.values import DEPTH_MAX, OBJECT, TENSOR, extension, kind_
 
 
 class Stateful(Protocol):
-    """What modules, optimizers, schedulers and loaders have in common.
+    """An object that can return and accept its state: module, optimizer, scheduler, loader.
 
-    An object may also have ``check_state_dict(state) -> list[str]``: the reasons why
-    ``load_state_dict(state)`` would fail. It must change nothing. It gets its own copy of
-    ``state``, with the local parts in the place of DTensors.
+    An object may also have ``check_state_dict(state) -> list[str]``, which returns the reasons why
+    ``load_state_dict(state)`` would fail. It must not change the object. It gets a copy of the
+    state of its own, with local parts in place of DTensors.
     """
 
     def state_dict(self) -> Any:
-        """The state, as tensors and values."""
+        """Return the state, made of tensors and values."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take on a state that ``state_dict`` returned."""
+        """Set the object to a state that ``state_dict`` has returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A state taken apart: tensors with their paths, and the packed tree that refers to them."""
+    """A flattened state: tensors with their paths, and the tree that refers to them by index."""
 
     paths: tuple[Path, ...]
     tensors: tuple[torch.Tensor, ...]
@@ -43,7 +46,7 @@ class Flat:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Whether ``value`` is an object that gives and takes its state."""
+    """Return whether ``value`` is an instance with ``state_dict`` and ``load_state_dict``."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))
@@ -60,46 +63,54 @@ def check_root(state: Any) -> None:
 
 
 def flatten(state: dict[Any, Any]) -> Flat:
-    """Take ``state`` apart; values are copied, tensors are not.
+    """Split ``state`` into tensors and tree. Values are copied, tensors are not.
 
-    Calls ``state_dict()`` of the objects in it. Raises ``UnsupportedState``.
+    It calls ``state_dict()`` of the objects in the state.
+
+    Raises:
+        UnsupportedState: something in it cannot be stored; the message has its path.
     """
     check_root(state)
     leaves = _Leaves()
     try:
-        tree = pack(Encoder(leaves.add, leaves.add_all).encode(state, ()))
-    except (ValueError, OverflowError) as error:  # msgpack's 32-bit lengths
+        tree = pack(Encoder(leaves.encode_leaf, leaves.encode_tensors).encode(state, ()))
+    except (ValueError, OverflowError) as error:  # msgpack has 32-bit lengths
         raise UnsupportedState(
-            "state", f"values this large ({error})", hint="keep large data in tensors"
+            "state", f"values of this size ({error})", hint="keep large data in tensors"
         ) from error
     return Flat(tuple(leaves.paths), tuple(leaves.tensors), tree)
 
 
-@cache  # states have the same number of tensors at every save, perhaps tens of thousands
+@cache  # a state has about as many tensors at each save, perhaps tens of thousands
 def _reference(index: int) -> msgpack.ExtType:
     return msgpack.ExtType(TENSOR, index.to_bytes(4, "big"))
 
 
 class _Leaves:
+    """Collects the tensors of a state, and encodes them as references."""
+
     def __init__(self) -> None:
         self.paths: list[Path] = []
         self.tensors: list[torch.Tensor] = []
         self._in_object = False
 
-    def add(self, value: Any, path: Path) -> Any:
+    def encode_leaf(self, value: Any, path: Path) -> Any:
+        """Encode a tensor or an object with a state; refuse anything else."""
         if isinstance(value, torch.Tensor):
             self.paths.append(path)
             self.tensors.append(value)
             return _reference(len(self.paths) - 1)
-        # An object inside the state_dict() of another has nothing to be loaded into later.
+        # An object inside the state_dict() of another one: at a restore there would be no live
+        # object to load it into.
         if self._in_object or not is_stateful(value):
             refuse(value, path)
         self._in_object = True
-        encoded = Encoder(self.add, self.add_all).encode(value.state_dict(), path)
+        encoded = Encoder(self.encode_leaf, self.encode_tensors).encode(value.state_dict(), path)
         self._in_object = False
         return extension(OBJECT, [kind_name(value), encoded])
 
-    def add_all(self, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
+    def encode_tensors(self, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
+        """Encode a whole dict of tensors: faster than one by one."""
         first = len(self.paths)
         self.paths += [(*path, key) for key in tensors]
         self.tensors += tensors.values()
@@ -107,7 +118,10 @@ class _Leaves:
 
 
 def holds(node: Any, wanted: Callable[[Any], bool], path: Path = ()) -> bool:
-    """Whether anything in ``node`` is ``wanted``; raises ``UnsupportedState`` if it has no end."""
+    """Return whether ``wanted`` is true for any leaf in ``node``.
+
+    Raises ``UnsupportedState`` for a container that is nested too deep, or contains itself.
+    """
     if type(node) not in CONTAINERS:
         return wanted(node)
     if len(path) > DEPTH_MAX:
@@ -117,5 +131,5 @@ def holds(node: Any, wanted: Callable[[Any], bool], path: Path = ()) -> bool:
 
 
 def is_live(node: Any) -> bool:
-    """Whether a node of a user's tree is filled in place: a tensor or an object."""
+    """Return whether a node of a live state is restored in place: a tensor or an object."""
     return isinstance(node, torch.Tensor) or is_stateful(node)

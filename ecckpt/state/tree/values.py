@@ -1,8 +1,8 @@
-"""Everything in a state that is no tensor, as msgpack: the vocabulary.
+"""The msgpack vocabulary for values: everything in a state that is not a tensor (docs/FORMAT.md).
 
-Plain msgpack types mean themselves; every other type is an extension whose payload is msgpack
-again, so that a tuple comes back a tuple and the key 1 never becomes "1". Nothing here can name
-code to run. `encoding.py` writes it, `reading.py` reads it.
+``encoding.py`` writes it, ``decoding.py`` reads it. Plain msgpack types stand for themselves. Any
+other type is a msgpack extension, most of them with msgpack inside: a tuple stays a tuple, and the
+key 1 does not become "1". No extension names code to import or run, so reading a shard is safe.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ecckpt.state.paths import Path, describe
 
 DEPTH_MAX = 64
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-# What numpy calls the kinds whose bytes are the whole value: no objects, no structures.
+# numpy's `dtype.kind` of arrays whose bytes are the whole value: neither objects nor structures.
 NUMPY_KINDS = "biufcSUmM"
 
-# Extension codes. They are part of the format: add, never renumber.
+# Extension codes. They are in files: add new ones at the end, never renumber.
 TENSOR, TUPLE, PAIRS, ORDERED, SET, FROZENSET, BIG_INT, COMPLEX = range(8)
 ARRAY, SCALAR, SIZE, DTYPE, DEVICE, OBJECT = range(8, 14)
 DEFAULT, COUNTER, DEQUE, PATH, BYTEARRAY, REGISTERED = range(14, 20)
 
-# What may fill a missing key of a defaultdict, by the name it is stored under.
+# The factories of a defaultdict that can be stored, by the name that is stored.
 FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind
     for kind in (
@@ -43,29 +43,29 @@ PATHS: dict[str, type[pathlib.PurePath]] = {
 }
 
 _WAYS_OUT = (
-    "say how to store its class: ecckpt.register(), or state_dict() and load_state_dict(); "
+    "register its class (ecckpt.register()), give it state_dict() and load_state_dict(), "
     "or leave it out of the state"
 )
 
 
 def kind_name(value: object) -> str:
-    """The type of ``value`` as messages show it."""
+    """Return the type of ``value`` as messages show it."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def refuse(value: Any, path: Path) -> NoReturn:
-    """Raise ``UnsupportedState`` for ``value``: the leaf function where only values may be."""
+    """Raise ``UnsupportedState``: the ``leaf`` function of an encoder that allows only values."""
     raise UnsupportedState(describe(path), kind_name(value), hint=_WAYS_OUT)
 
 
 def extension(code: int, payload: Any) -> msgpack.ExtType:
-    """``payload``, packed, under one of the codes above."""
+    """Make an extension with one of the codes above and the packed ``payload``."""
     return msgpack.ExtType(code, pack(payload))
 
 
 def pack(encoded: Any) -> bytes:
-    """What ``Encoder.encode`` returned, as bytes."""
+    """Pack what ``Encoder.encode`` has returned into bytes."""
     packed: bytes = msgpack.packb(
         encoded, default=_big_int, strict_types=True, unicode_errors="surrogatepass"
     )
@@ -73,7 +73,7 @@ def pack(encoded: Any) -> bytes:
 
 
 def _big_int(value: Any) -> msgpack.ExtType:
-    """Called by msgpack for the one thing that it cannot hold by itself."""
+    """Encode an integer of more than 64 bits: the one type that msgpack itself cannot pack."""
     if type(value) is not int:
         raise TypeError(f"{kind_name(value)} was not encoded")
     return msgpack.ExtType(BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))

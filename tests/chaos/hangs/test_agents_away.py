@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from ecckpt import errors
 from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.messages.restore import Fetch
+from ecckpt.protocol.verbs import FETCH
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.worlds import World, same_state, states_for
+from tests.support.worlds import World, instead_of, same_state, states_for
 
 RANKS = 6
 OPTIONS: dict[str, Any] = {"code": (3, 2), "restore_timeout_s": 8.0}
@@ -78,13 +80,12 @@ def test_an_agent_that_dies_of_its_fetch_is_done_without(
     states, blank = _saved(cluster6, 1, seed=3), states_for(RANKS, seed=0)
     cluster6.kill("n4")
     (fresh,) = cluster6.replace("n4")
-    fetch = AgentClient.fetch
 
-    def die(client: AgentClient, message: Any) -> Any:
+    def die(client: AgentClient, message: Fetch, real: Callable[[], Any]) -> Any:
         _kill(cluster6, fresh)
-        return fetch(client, message)
+        return real()
 
-    monkeypatch.setattr(AgentClient, "fetch", die)
+    instead_of(monkeypatch, FETCH, die)
     with World(cluster6, **OPTIONS) as world:
         found = world.restore(blank)
         assert {each.step for each in found} == {1}

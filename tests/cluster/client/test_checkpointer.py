@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 import ecckpt
 from ecckpt.client.cluster.local_agent import local_client
-from ecckpt.client.save.commit_protocol import see_through
+from ecckpt.client.save.commit_protocol import CommitProtocol
 from ecckpt.errors import InvalidConfig, InvalidMessage, NothingToRestore, StateMismatch, WrongOrder
 from ecckpt.format.ids import ShardId
 from ecckpt.protocol.agent_client import shard_path
@@ -129,9 +130,11 @@ def test_a_roll_back_holds_until_something_newer_is_asked_for_by_name(
         world.restore([old])
         assert world.save(3, [old])[0].wait(30)
         # Nobody counts and tells: so both steps stay.
+        see_through = CommitProtocol.see_through
         monkeypatch.setattr(
-            "ecckpt.client.save.watcher.see_through",
-            lambda shard, ranks, counted: see_through(shard, ranks, counted=False),
+            CommitProtocol,
+            "see_through",
+            lambda self, save: see_through(self, replace(save, counted=False)),
         )
         assert world.checkpointers[0].save(9, new, patience_s=30).wait(30)
     monkeypatch.undo()
@@ -246,11 +249,13 @@ def test_what_ranks_had_for_themselves_fits_no_other_world_size(cluster6: LocalC
         assert all(handle.wait(30) for handle in world.save(1, states))
     with (
         World(cluster6, ranks=4, agents=cluster6.addresses(), code=(3, 2)) as world,
-        pytest.raises(StateMismatch, match=r"rank 5 of the 6 that saved; 4 restore") as caught,
+        pytest.raises(
+            StateMismatch, match=r"rank 5 of the 6 that saved; 4 ranks restore"
+        ) as caught,
     ):
         world.restore(states_for(4, seed=0))
-    assert "progress.rank: not the same on rank 0" in str(caught.value)
-    assert "weights: not the same on rank 0" in str(caught.value)
+    assert "progress.rank: differs between rank 0" in str(caught.value)
+    assert "weights: differs between rank 0" in str(caught.value)
 
 
 def test_memory_is_recycled_and_stays_bounded(cluster1: LocalCluster) -> None:

@@ -215,9 +215,9 @@ def test_plan_restore_as_json(capsys, cluster, run_name, chosen):
 
 def test_plan_restore_as_if_a_node_had_died(capsys, cluster):
     arguments = ("plan-restore", "whole", *cluster.addresses(), "--without", "n0")
-    assert run(capsys, *arguments) == (2, "nothing of run 'whole' on 0 nodes\n", "")
+    assert run(capsys, *arguments) == (2, "no generation of run 'whole' on 0 nodes\n", "")
 
 
 def test_plan_restore_of_an_unknown_run(capsys, cluster):
     status, out, _ = run(capsys, "plan-restore", "unknown", *cluster.addresses())
-    assert (status, out) == (2, "nothing of run 'unknown' on 1 nodes\n")
+    assert (status, out) == (2, "no generation of run 'unknown' on 1 nodes\n")

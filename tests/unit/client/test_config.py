@@ -37,7 +37,7 @@ def _no_environment(monkeypatch):
         ({"min_margin": -1}, "min_margin=-1 is negative"),
         ({"every_steps": 0}, "every_steps=0: at least 1"),
         ({"disk_every": -1}, "disk_every=-1 is negative"),
-        ({"save_timeout_s": 0}, "save_timeout_s=0 is no usable time"),
+        ({"save_timeout_s": 0}, "save_timeout_s=0 is not between 0 and 1e6 s"),
         ({"save_timeout_s": -1.0}, "save_timeout_s=-1.0"),
         ({"restore_timeout_s": math.nan}, "restore_timeout_s=nan"),
         ({"restore_timeout_s": math.inf}, "restore_timeout_s=inf"),
@@ -84,13 +84,13 @@ def test_the_environment(monkeypatch):
         monkeypatch.setenv(f"ECCKPT_{name}", value)
     config = NodeConfig.from_environment()
     assert config == NodeConfig(
-        Path("/mnt/fast"),
-        "n7",
-        "rack-2",
-        "10.0.0.7:7420",
-        Path("/etc/token"),
-        "scalar",
-        Path("/nvme"),
+        root=Path("/mnt/fast"),
+        node="n7",
+        domain="rack-2",
+        listen="10.0.0.7:7420",
+        token_file=Path("/etc/token"),
+        engine="scalar",
+        disk=Path("/nvme"),
     )
 
 
@@ -122,13 +122,17 @@ def token_file(folder, content, mode=0o600):
     return path
 
 
+def node_config(root, token):
+    return NodeConfig(root=root, node="n", domain="d", listen="x:0", token_file=token)
+
+
 @pytest.mark.parametrize(
     "content", [b"0123456789abcdef", b"0123456789abcdef\n", b" ~!@#$%^&*()_+{}|:\n"]
 )
 def test_a_token_is_what_the_file_holds(tmp_path, content):
     path = token_file(tmp_path, content)
     assert read_token(path) == content.decode().strip()
-    assert NodeConfig(tmp_path, "n", "d", "x:0", path).token() == content.decode().strip()
+    assert node_config(tmp_path, path).token() == content.decode().strip()
 
 
 def test_no_file_means_no_token():
@@ -138,7 +142,7 @@ def test_no_file_means_no_token():
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o602, 0o660])
 def test_a_token_that_others_can_read_is_refused(tmp_path, mode):
     path = token_file(tmp_path, b"0123456789abcdef", mode)
-    with pytest.raises(InvalidConfig, match="can be read by others") as caught:
+    with pytest.raises(InvalidConfig, match="is readable by other users") as caught:
         read_token(path)
     assert caught.value.hint == f"chmod 600 {path}"
 

@@ -82,7 +82,7 @@ def test_wrong_copies(engine):
     for message, copies in refusals.items():
         with pytest.raises(InvalidBuffer, match=message):
             coder.encode(data, [parity], 4, copies=copies)
-    with pytest.raises(InvalidBuffer, match=r"fragments \[2\] are to be copied and not present"):
+    with pytest.raises(InvalidBuffer, match=r"fragments \[2\] have a copy buffer but are not"):
         coder.rebuild({0: data[0], 1: data[1]}, {}, 4, copies={2: copy})
     assert copy == b"\xaa" * 9
 
@@ -149,7 +149,7 @@ def test_no_more_threads_than_cpus(monkeypatch):
     seen = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     coder = Codec(2, 1)
-    monkeypatch.setattr(coder._engine, "run", lambda work: seen.append(work.threads))
+    monkeypatch.setattr(coder._engine, "execute", lambda work: seen.append(work.threads))
     for threads in (1, 2, 100):
         coder.encode([bytes(9)] * 2, [bytearray(9)], 4, threads=threads)
     assert seen == [1, 2, 2]

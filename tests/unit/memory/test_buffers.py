@@ -121,7 +121,7 @@ def test_copy_many_of_nothing(native):
         (b"abc", bytearray(2), "source has 3 bytes, target 2"),
         (b"abc", b"xyz", r"target \(3 bytes\) is read-only"),
         ("abc", bytearray(3), "source is a str"),
-        (b"abc", np.zeros(6, np.uint8)[::2], "target is no contiguous"),
+        (b"abc", np.zeros(6, np.uint8)[::2], "target is not a contiguous"),
         (b"abc", None, "target is a NoneType"),
     ],
 )

@@ -21,7 +21,7 @@ from ecckpt.memory.mapping import (
     map_file,
     mapping_of,
 )
-from tests.support.mapped import SIZE, mapped_here, tmpfs_file
+from tests.support.media import SIZE, mapped_here, tmpfs_file
 
 
 def huge_kib():

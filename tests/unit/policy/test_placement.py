@@ -134,7 +134,13 @@ def test_the_promise_says_what_may_be_lost(count, domains, code, words):
 
 def test_one_node_is_a_group_of_its_own():
     placement = plan_placement(cluster(1), parse_code("auto", 1))
-    assert placement == Placement(Code(1, 0, 0), ((Node("n0", "n0"),),), {"n0": ()}, 0, 0)
+    assert placement == Placement(
+        code=Code(1, 0, 0),
+        groups=((Node("n0", "n0"),),),
+        holders={"n0": ()},
+        nodes_survived=0,
+        domains_survived=0,
+    )
 
 
 # -- what cannot be placed ------------------------------------------------------------------------

@@ -80,13 +80,21 @@ def report(gen, ranks):
     states = [each.state for each in shards]
     worst = next(each for each in ("lost", "recoverable", "complete") if each in states)
     margin = min(each.margin for each in shards)
-    return GenerationReport(gen, parent, world_size, worst, margin, shards, None)
+    return GenerationReport(
+        generation=gen,
+        parent=parent,
+        world_size=world_size,
+        state=worst,
+        margin=margin,
+        shards=shards,
+        abandoned=None,
+    )
 
 
 def shard(rank, nodes):
     counts = Counter(shape(file) for held in nodes.values() for file in held)
     if not counts:
-        return ShardReport(rank, "lost", -1, None, (), {})
+        return ShardReport(rank=rank, state="lost", margin=-1, header=None, homes=(), fragments={})
     agreed = max(counts, key=lambda each: (counts[each], each))
     kept = [(node, file) for node in sorted(nodes) for file in nodes[node] if shape(file) == agreed]
     places = defaultdict(dict)  # in order, each node once
@@ -98,7 +106,14 @@ def shard(rank, nodes):
     margin = margin_of(chosen.k, set(homes), [set(at) for at in fragments.values()])
     whole = homes and len(fragments) == chosen.n
     state = "lost" if margin < 0 else "complete" if whole else "recoverable"
-    return ShardReport(rank, state, margin, chosen.at(HOME), homes, fragments)
+    return ShardReport(
+        rank=rank,
+        state=state,
+        margin=margin,
+        header=chosen.at(HOME),
+        homes=homes,
+        fragments=fragments,
+    )
 
 
 def shape(file):

@@ -54,7 +54,7 @@ def test_every_stream_continues_where_it_was():
 def test_a_missing_part_is_named_and_nothing_is_set(part):
     state = RngState().state_dict()
     del state[part]
-    with pytest.raises(StateMismatch, match=f"rng: no {part} part saved") as caught:
+    with pytest.raises(StateMismatch, match=f"rng: no {part} part was saved") as caught:
         draw_nothing(lambda: load({"rng": RngState()}, shard_of({"rng": state})))
     assert len(caught.value.problems) == 1
     with pytest.raises(StateMismatch, match=f"no {part} part"):

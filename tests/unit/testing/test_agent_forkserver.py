@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ecckpt.errors import AgentUnreachable
-from ecckpt.testing.agent_forkserver import Nursery
+from ecckpt.testing.agent_forkserver import AgentForkserver
 from ecckpt.testing.local_cluster import LocalCluster
 
 
@@ -37,11 +37,11 @@ def test_how_one_ended_is_known(cluster1):
     assert cluster1.wait("n0") == -signal.SIGKILL
 
 
-def test_without_the_nursery_they_go_on_and_can_be_ended(monkeypatch):
-    own = Nursery()
-    monkeypatch.setattr("ecckpt.testing.local_cluster.nursery", lambda: own)
+def test_without_the_forkserver_they_go_on_and_can_be_ended(monkeypatch):
+    own = AgentForkserver()
+    monkeypatch.setattr("ecckpt.testing.local_cluster.agent_forkserver", lambda: own)
     with LocalCluster(nodes=1) as cluster:
         own.end()
         assert cluster.client("n0").node().node == "n0"
-        with pytest.raises(AgentUnreachable, match="the nursery has ended"):
+        with pytest.raises(AgentUnreachable, match="the agent forkserver has ended"):
             cluster.wait("n0")

@@ -128,7 +128,7 @@ def test_what_ranks_disagree_on_is_refused_or_chosen(cluster, tmp_path):
     assert (done.tensors, done.values, done.total_bytes) == (2, 1, 28)
     assert blank["place"] == {"rank": 1}
     assert same(blank["rng"], random(4, seed=1))
-    with pytest.raises(InvalidConfig, match="no empty folder"):
+    with pytest.raises(InvalidConfig, match="not an empty folder"):
         export_dcp(found.as_rank(1), tmp_path / "out")
 
 

@@ -22,7 +22,7 @@ from ecckpt import errors
 from ecckpt.integrations.dcp import torch_archive
 from ecckpt.integrations.dcp.export import export_dcp
 from ecckpt.integrations.dcp.importer import import_dcp, read_folder
-from ecckpt.integrations.dcp.pickle_opcodes import Made, Name, read_opcodes
+from ecckpt.integrations.dcp.pickle_opcodes import Name, PickledCall, read_opcodes
 from ecckpt.integrations.dcp.torch_archive import read_archive
 from ecckpt.integrations.safetensors.export import export_safetensors
 from ecckpt.integrations.torch_dcp import Reader
@@ -179,7 +179,7 @@ def test_by_command(capsys, cluster, folder):
     assert "knows run 'by-command' already" in err
     status, _, err = command(capsys, "import", "tied", folder, "--root", root, "--tie", "a=b")
     assert status == 2
-    assert "DCP's folders have every name" in err
+    assert "--tie is not for DCP's folders" in err
 
 
 # -- refusing -------------------------------------------------------------------------------------
@@ -295,17 +295,17 @@ def far_index(metadata):
 @pytest.mark.parametrize(
     ("act", "text"),
     [
-        (in_storage(relative_path="../x"), "which is no file of this folder"),
-        (in_storage(relative_path="/etc/passwd"), "which is no file of this folder"),
+        (in_storage(relative_path="../x"), "which is not a file of this folder"),
+        (in_storage(relative_path="/etc/passwd"), "which is not a file of this folder"),
         (in_storage(relative_path="none"), "cannot be read"),
         (in_storage(offset=1 << 40), "is cut off"),
-        (in_storage(offset=3), "no archive of torch.save"),
-        (in_storage(length=-1), "no sizes"),
+        (in_storage(offset=3), "not an archive of torch.save"),
+        (in_storage(length=-1), "not a tuple of sizes"),
         (in_storage(transform_descriptors=["zstd"]), "transformed"),
         (chunk_at(1), "a box beyond its tensor"),
-        (chunk_at(1 << 70), "no sizes"),
+        (chunk_at(1 << 70), "not a tuple of sizes"),
         (no_chunks, "0 of 3 elements"),
-        (no_storage, "does not tell where it lies"),
+        (no_storage, "the metadata has no place for it"),
         (far_index, "path"),
     ],
 )
@@ -349,12 +349,12 @@ def test_any_bytes_are_followed_or_refused(data, at, other):
 @pytest.mark.parametrize("data", PICKLES)
 def test_opcodes_of_all_protocols(data):
     found = read_opcodes(data)
-    if isinstance(found, Made):
+    if isinstance(found, PickledCall):
         assert found.call == Name("collections", "OrderedDict")
         ((key, own),) = found.pairs
         assert (key, own.call.name in ("Own", "_reconstructor", "__newobj__")) == ("a", True)
     else:
-        assert found[:2] == [1, (2.5, "a", b"b")] or isinstance(found[1][2], Made)
+        assert found[:2] == [1, (2.5, "a", b"b")] or isinstance(found[1][2], PickledCall)
 
 
 @pytest.mark.parametrize(

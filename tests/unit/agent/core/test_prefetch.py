@@ -247,7 +247,7 @@ def test_a_full_queue_takes_no_more(hands, monkeypatch):
 
 def test_what_makes_no_sense_is_refused(hands):
     for index in (HOME, 3):
-        with pytest.raises(InvalidMessage, match="not there before it is encoded"):
+        with pytest.raises(InvalidMessage, match="only data fragments exist"):
             hands.tell(prefetch(index))
     hands.ask(Fence("test", 2, None, ()))
     with pytest.raises(Fenced):

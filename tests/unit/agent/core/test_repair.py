@@ -3,8 +3,9 @@
 import pytest
 
 from ecckpt.agent.core import actions as act
-from ecckpt.agent.core.health import MISSES, ROUND_S
+from ecckpt.agent.core.health import MISSES
 from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
+from ecckpt.agent.deadlines import HEALTH_ROUND_S
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.errors import AgentUnreachable, Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
@@ -90,7 +91,7 @@ class Group:
 
     @property
     def now(self):
-        return self.hands.core.guardian.watched("test")
+        return self.hands.core.repairer.guard_status("test")
 
 
 # -- looking --------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_a_lost_node_costs_margin_within_seconds_and_is_told_once():
     started_s = group.hands.now_s
     group.has["h1"] = DEAD
     group.round(MISSES)
-    assert group.hands.now_s - started_s < 4 * ROUND_S
+    assert group.hands.now_s - started_s < 4 * HEALTH_ROUND_S
     now = group.now
     assert (now.margin, now.missing, now.lost) == (2, 1, ("h1",))
     assert group.posts() == {}  # nobody is there who could take it
@@ -159,7 +160,7 @@ def test_one_that_is_back_with_its_memory_needs_nothing():
 def test_a_node_is_not_asked_again_before_it_has_answered():
     group = Group()
     group.hands.tell(act.Due(group.vigil))
-    group.hands.now_s += ROUND_S
+    group.hands.now_s += HEALTH_ROUND_S
     group.hands.tell(act.Due(group.vigil))
     assert len(group.hands.todo) == 5
 
@@ -424,7 +425,7 @@ def test_a_started_agent_goes_on_watching():
     (wake,) = new.took(act.Wake)
     new.tell(act.Due(wake.task))
     assert not new.todo  # there is nothing here to guard
-    assert new.core.guardian.watched("test") is None
+    assert new.core.repairer.guard_status("test") is None
     new.ask(guard(spares=1))
     assert not [each for each in new.took(act.Wake) if each.task is not wake.task]
 

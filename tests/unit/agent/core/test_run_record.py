@@ -151,23 +151,23 @@ def test_the_first_writer_of_a_newer_timeline_is_news():
 
 def test_of_two_starts_at_most_one_begins_a_timeline():
     ledger = RunRecord("test", fence=3)
-    assert ledger.begin(4, "one")
-    assert not ledger.begin(4, "one")  # asked again
+    assert ledger.begin_timeline(4, "one")
+    assert not ledger.begin_timeline(4, "one")  # asked again
     with pytest.raises(Fenced, match="timeline 4 is fenced off: timeline 4"):
-        ledger.begin(4, "two")
-    assert ledger.begin(5, "two")
+        ledger.begin_timeline(4, "two")
+    assert ledger.begin_timeline(5, "two")
     with pytest.raises(Fenced):
-        ledger.begin(4, "one")
+        ledger.begin_timeline(4, "one")
     assert ledger.admit(6)  # by word of its writers: whose it is this node does not know
-    assert not ledger.begin(6, "one")
+    assert not ledger.begin_timeline(6, "one")
     with pytest.raises(Fenced):
-        ledger.begin(6, "two")
+        ledger.begin_timeline(6, "two")
 
 
 def test_nothing_is_outdated_while_a_restart_chooses():
     older, newer = generation(1, 8), generation(1, 9)
     ledger = ledger_with(older, newer)
-    ledger.begin(2, "one")
+    ledger.begin_timeline(2, "one")
     ledger.committed = newer  # this node hears of it only now
     ledger.noted = ledger.notes
     assert ledger.outdated() == []
@@ -219,7 +219,7 @@ def test_the_committed_one_is_abandoned_only_by_going_back_before_it_on_purpose(
     point, tail = generation(1, 300), generation(1, 5000)
     ledger = ledger_with(point, tail, fence=2, restored=point, restored_by=2, committed=tail)
     assert ledger.abandoned() == []
-    ledger.learn([RollBack(2, point)])
+    ledger.learn_roll_backs([RollBack(2, point)])
     assert generations_of(ledger.abandoned()) == [tail]
     assert ledger.inventory("n1").roll_backs == (RollBack(2, point),)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ecckpt.agent.runtime.cpu_limits import Manners, parse_cpus
+from ecckpt.agent.runtime.cpu_limits import ProcessLimits, parse_cpus
 from ecckpt.agent.runtime.rate_limit import pace_of
 from ecckpt.client.cluster.local_agent import await_agent, local_client, start
 from ecckpt.client.config import NodeConfig
@@ -30,7 +30,7 @@ def test_lists_of_cpus():
 def test_what_cannot_be_had_is_said():
     before = os.sched_getaffinity(0)
     with pytest.raises(InvalidConfig, match="cannot have CPUs 8000"):
-        Manners(cpus="8000").behave()
+        ProcessLimits(cpus="8000").apply()
     assert os.sched_getaffinity(0) == before
 
 
@@ -47,7 +47,9 @@ def test_settings_that_are_none(monkeypatch, name, value):
 @contextmanager
 def agent(root, **manners):
     """The process ids of an agent, arbiter and worker."""
-    config = NodeConfig(root, "n1", "n1", "127.0.0.1:0", None, **manners)
+    config = NodeConfig(
+        root=root, node="n1", domain="n1", listen="127.0.0.1:0", token_file=None, **manners
+    )
     process = start(config)
     try:
         await_agent(local_client(root), root / "agent.log", process=process)

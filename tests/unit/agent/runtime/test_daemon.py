@@ -110,7 +110,9 @@ def test_a_token_is_asked_for_over_tcp(tmp_path: Path) -> None:
     secret.write_text("0123456789abcdef0123")
     secret.chmod(0o600)
     root = Path(f"/dev/shm/ecckpt-token-{os.getpid()}")
-    config = NodeConfig(root, "guarded", "guarded", "127.0.0.1:0", secret)
+    config = NodeConfig(
+        root=root, node="guarded", domain="guarded", listen="127.0.0.1:0", token_file=secret
+    )
     process = start(config)
     try:
         info = await_agent(local_client(root), root / "agent.log", process=process)

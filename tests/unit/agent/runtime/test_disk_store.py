@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import Write
 from ecckpt.agent.runtime import disk_store as agent_disk
-from ecckpt.agent.runtime import service as agent_node
 from ecckpt.agent.runtime.shard_bytes import fragment_view
 from ecckpt.agent.storage import disk as disk_tier
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotHeld
@@ -156,7 +156,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(agent, monkeypatch):
     assert hangs.wait(10)
     keep(agent, **size)
     commit(agent, NEW)  # the old one is only lent now
-    budget_bytes = agent.shelf.tier.used_bytes("test")
+    budget_bytes = agent.region_store.tier.used_bytes("test")
     stage(agent, gen=generation(1, 11), budget_bytes=budget_bytes, **size)  # takes its memory
     with pytest.raises(MemoryBudgetTooSmall):  # there is no more to take back
         stage(agent, gen=generation(1, 11), budget_bytes=budget_bytes, rank=1, **size)
@@ -232,7 +232,7 @@ def test_a_disk_that_is_slow_to_read_is_no_proof_of_absence(agent, tmp_path, mon
         assert free.wait(20)
         return real(tier, path)
 
-    monkeypatch.setattr(agent_node, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(deadlines, "DISK_SCAN_PATIENCE_S", 0.01)
     monkeypatch.setattr(disk_tier.DiskTier, "adopt", slow)
     later = after_power_loss(agent, tmp_path)
     assert later.inventory("test").rejected == {"disk, for now": "still being read"}

@@ -59,7 +59,7 @@ def agent(root):
 
 
 def used_bytes(agent, run="test"):
-    return agent.shelf.tier.used_bytes(run)
+    return agent.region_store.tier.used_bytes(run)
 
 
 def give_up(agent, rank, gens, run="test"):
@@ -79,7 +79,7 @@ def find(agent, shard, index):
 
 
 def region_files(agent):
-    return sorted(path.name for path in agent.shelf.tier._folder.iterdir())
+    return sorted(path.name for path in agent.region_store.tier._folder.iterdir())
 
 
 def damage(path, offset, mask=0xFF):
@@ -223,7 +223,7 @@ def test_the_steady_need_is_two_generations_and_parity():
 def test_a_budget_of_the_steady_need_is_enough(agent):
     # Regions are whole pages: without counting that, small shards failed at their second save.
     budget_bytes = steady_bytes(header(), local_ranks=1, holders=1)
-    tier = agent.shelf.tier
+    tier = agent.region_store.tier
     for step in (1, 2, 3):
         which = generation(1, step)
         keep(agent, gen=which, budget_bytes=budget_bytes)
@@ -536,7 +536,7 @@ def test_what_cannot_be_written_down_is_refused_and_lets_nothing_go(agent, monke
     keep(agent)
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")
-        patch.setattr(agent.shelf, "remember", MagicMock(side_effect=full))
+        patch.setattr(agent.region_store, "remember", MagicMock(side_effect=full))
         with pytest.raises(OSError, match="No space"):
             commit(agent, NEW)
         with pytest.raises(OSError, match="No space"):

@@ -159,7 +159,7 @@ def scrub(agent):
     scrubbing = Scrubbing()
     with agent._driver.changed:
         resting = len(agent._driver._alarm._pending)
-    agent._driver._begin(Due(scrubbing))
+    agent._driver._handle(Due(scrubbing))
     with agent._driver.changed:
         rests = agent._driver.changed.wait_for(
             lambda: len(agent._driver._alarm._pending) > resting, timeout=20

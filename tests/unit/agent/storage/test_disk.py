@@ -15,7 +15,7 @@ from ecckpt.errors import CorruptFragment, DiskBudgetTooSmall, DiskFull, Version
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES
 from tests.support.builders import generation, header, table_of
 from tests.support.media import small_ext4
-from tests.support.tier_suite import BUDGET, TierSuite, content_of, payload_of
+from tests.unit.agent.storage.tier_suite import BUDGET, TierSuite, content_of, payload_of
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_a_write_that_takes_little_at_a_time_writes_all(tier, monkeypatch):
 @pytest.mark.parametrize(
     ("offset", "error", "words"),
     [
-        (0, CorruptFragment, "begins like no file of ours"),
+        (0, CorruptFragment, "does not begin like an ecckpt file"),
         (8, VersionMismatch, f"format version {FORMAT_VERSION ^ 0xFF}"),
         (100, CorruptFragment, "superblock fails its CRC32C"),
         (SUPERBLOCK_BYTES - 1, CorruptFragment, "superblock fails its CRC32C"),

@@ -19,7 +19,7 @@ from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
 from ecckpt.memory.private_folder import private_folder
 from tests.support.media import small_tmpfs
-from tests.support.tier_suite import TierSuite, content_of
+from tests.unit.agent.storage.tier_suite import TierSuite, content_of
 
 PAGE = 4096
 MIB = 1 << 20
@@ -415,7 +415,7 @@ def on_huge_pages(region):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("ecckpt.agent.storage.hugepages._CALM_S", 0.0)
+    monkeypatch.setattr("ecckpt.agent.deadlines.HUGE_PAGES_DELAY_S", 0.0)
 
 
 def test_new_regions_are_on_huge_pages(tier):

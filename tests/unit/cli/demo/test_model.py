@@ -41,7 +41,7 @@ def test_corpus_joins_files_by_name_and_skips_unreadable_ones(tmp_path):
 
 
 def test_corpus_without_sources_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing to learn"):
+    with pytest.raises(FileNotFoundError, match="to train on"):
         corpus(tmp_path)
 
 

@@ -168,11 +168,11 @@ def test_the_header_may_be_spelled_otherwise():
 
 def test_what_is_wrong_is_named():
     for header, words in {
-        "more bytes than it has": "'w' at bytes 48 to 72: not as many as its shape wants",
-        "a hole": "'ecckpt%values' at bytes 72 to [0-9]+: not where the one before",
-        "an unknown dtype": "'w' has 'F33' as its dtype",
+        "more bytes than it has": "'w' at bytes 48 to 72: its length differs",
+        "a hole": "'ecckpt%values' at bytes 72 to [0-9]+: it does not begin where the one before",
+        "an unknown dtype": "'w' has the unknown dtype 'F33'",
         "a size that is a bool": "'a' is not described as a tensor",
-        "a negative size": "'w' has sizes that are none",
+        "a negative size": "'w' has a negative size",
         "a shape too large": "'empty' has a shape that is too large",
     }.items():
         with pytest.raises(CorruptFragment, match=words):
@@ -192,7 +192,7 @@ def test_bytes_of_wide_elements_are_aligned_to_them():
             },
         }
     ).encode()
-    with pytest.raises(CorruptFragment, match=r"'z' is no torch\.complex128 as bytes"):
+    with pytest.raises(CorruptFragment, match=r"'z' does not hold elements of torch\.complex128"):
         read_shard(memoryview(with_header(text)))
 
 

@@ -177,7 +177,7 @@ def test_objects_and_values_are_not_exchanged():
     ]
     optimizer = torch.optim.SGD(model.parameters())
     assert problems({"optim": optimizer}, {"optim": {"lr": 1}}) == [
-        "optim: an optimizer here, but no optimizer's state saved"
+        "optim: an optimizer here, but the saved state is not one's"
     ]
 
 

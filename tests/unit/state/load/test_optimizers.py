@@ -201,6 +201,6 @@ def test_groups_parameters_and_options_must_match():
         "optim.state.1.exp_avg: saved with shape [2], here [4]",
         "optim.state.1.exp_avg_sq: saved with shape [2], here [4]",
     ]
-    assert "optim.param_groups.0.betas: an option of this optimizer that the saved one lacks" in (
+    assert "optim.param_groups.0.betas: an option of this optimizer, missing in the saved one" in (
         problems(adam([one]), trained(torch.optim.SGD))
     )

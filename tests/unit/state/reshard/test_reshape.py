@@ -307,7 +307,7 @@ def test_what_differs_between_ranks_is_refused_by_path():
         problems += caught.value.problems
     named = [problem.partition(": ")[0] for problem in problems]
     assert named == ["position.seen.0", "kind", "position.seen.0", "kind", "tensor"]
-    assert "rank 0 and rank 2 of the 3 that saved; 2 restore" in problems[-1]
+    assert "rank 0 and rank 2 of the 3 that saved; 2 ranks restore" in problems[-1]
 
 
 def test_on_as_many_ranks_each_keeps_its_own():
@@ -343,7 +343,7 @@ def test_stages_of_a_pipeline_keep_their_own_names():
             assert same(state[name], expected[name])
     with rank_of(0, 2):
         state = {"stage0": placed(torch.zeros(3, 4), mesh_of((2,)), [Shard(0)])}
-        with pytest.raises(StateMismatch, match="state: not the same on rank 0 and rank 3"):
+        with pytest.raises(StateMismatch, match="state: differs between rank 0 and rank 3"):
             restore_as(shards, state, rank=0, world=2)
 
 
@@ -367,7 +367,7 @@ def test_parts_that_make_up_no_whole_are_refused():
         live = {"x": placed(torch.zeros(4), mesh_of((1,)), [Shard(0)])}
         with pytest.raises(StateMismatch, match="x: 2 of 4 elements were saved"):
             restore_as([shards[0]] * 2, live, rank=0, world=1)
-        with pytest.raises(StateMismatch, match=r"x: saved as .* and, by rank 1, as"):
+        with pytest.raises(StateMismatch, match=r"x: saved as .* but by rank 1 as"):
             restore_as([shards[0], other[1]], live, rank=0, world=1)
         assert not live["x"].to_local().any()
 

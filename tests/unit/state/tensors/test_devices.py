@@ -18,7 +18,7 @@ from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.tensors import devices
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.gpus import ALREADY_REGISTERED, Gpus
-from tests.support.mapped import SIZE, mapped_here, tmpfs_file
+from tests.support.media import SIZE, mapped_here, tmpfs_file
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ def test_temporaries_are_bounded(gpus, monkeypatch):
     monkeypatch.setattr(devices, "_TEMPORARY_BYTES", 5000)
     alive = []
 
-    class Queue(devices._Queue):
-        def make_room(self, temporary_bytes):
-            super().make_room(temporary_bytes)
+    class Queue(devices._CopyQueue):
+        def reserve_temporary(self, temporary_bytes):
+            super().reserve_temporary(temporary_bytes)
             alive.append(self._temporary_bytes)
 
-    monkeypatch.setattr(devices, "_Queue", Queue)
+    monkeypatch.setattr(devices, "_CopyQueue", Queue)
     state = {str(index): gpus.place(torch.rand(20, 20)).t() for index in range(20)}
     shard = read_shard(written(state))
     assert max(alive) == 3 * 1600
@@ -200,7 +200,7 @@ def test_a_slot_that_stays_registered_stays_mapped(gpus, caplog):
         del view
         gc.collect()
         assert gpus.calls[-1] == "unregister"
-        assert "it stays mapped: error" in caplog.text
+        assert "which stays mapped: error" in caplog.text
         assert mapped_here()
         mapping._libc.munmap(address, SIZE)
 

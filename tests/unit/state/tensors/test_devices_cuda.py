@@ -16,7 +16,7 @@ from ecckpt.state.load.load import check, load
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.tensors import devices
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.mapped import tmpfs_file
+from tests.support.media import tmpfs_file
 
 DEVICE = "cuda"
 ROOM = 64 << 20

@@ -141,7 +141,7 @@ def test_an_optimizer_needs_dtensors_for_what_was_sharded():
     steps(saved, 1)
     model = Model()
     live = {"optim": torch.optim.AdamW(model.parameters())}
-    with pytest.raises(StateMismatch, match="with no DTensor here to tell the mesh") as caught:
+    with pytest.raises(StateMismatch, match="there is no DTensor here with its mesh") as caught:
         check(live, shard_of({"optim": saved["optim"]}))
     assert len(caught.value.problems) == 8
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
 MADE_BY = {
     "save": ("save.svg", "save-dark.svg"),
