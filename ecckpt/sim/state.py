@@ -8,9 +8,10 @@ from hashlib import shake_128
 from typing import TYPE_CHECKING, Any, cast
 
 from ecckpt.agent.runtime.shard_bytes import bad_blocks, data_views
-from ecckpt.client.effects import (
+from ecckpt.client.effects import Effect
+from ecckpt.client.read.shard_reader import Peers
+from ecckpt.client.state_effects import (
     CopyState,
-    Effect,
     MakeShard,
     MapSlot,
     PlanState,
@@ -18,7 +19,6 @@ from ecckpt.client.effects import (
     ReadShard,
     SlotExists,
 )
-from ecckpt.client.read.shard_reader import Peers
 from ecckpt.errors import CorruptFragment, NotHeld
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.format.ids import Generation

@@ -72,7 +72,7 @@ class ShardReader:
     zeros. It takes memory for what was brought, not for its length, and lives as long as anybody
     has a view of it. ``pulled_bytes`` counts whole blocks, this node's own included.
 
-    Raises ``TooFewFragments`` if nobody has its checksum table.
+    Raises ``TooFewFragments`` if no agent has its checksum table.
     """
 
     def __init__(self, sources: ShardSources, peers: Peers) -> None:

@@ -56,7 +56,7 @@ class Memory:
         action.taking.region = self._accounts.take(header.shard.run, size_bytes)
 
     def let_go(self, action: Recycle | Discard) -> None:
-        """Keep a region for the next taker, or forget it; whoever has it mapped keeps it."""
+        """Keep a region for the next taker, or forget it; a process that mapped it keeps its bytes."""
         if isinstance(action, Recycle):
             void(action.region)
             self._accounts.keep(action.run, action.region)

@@ -12,8 +12,9 @@ import ecckpt
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.requests import Requests
 from ecckpt.client.config import ClusterConfig
-from ecckpt.client.effects import CallAgents, CopyState, TakeSpans
+from ecckpt.client.effects import CallAgents, TakeSpans
 from ecckpt.client.save.ticket import Ticket
+from ecckpt.client.state_effects import CopyState
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
 from ecckpt.policy.retention import Keep
 from ecckpt.protocol.messages.save import Commit, Progress, Slot

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import MapSlot, PingAgent, ReviveAgent, SlotExists, until
+from ecckpt.client.effects import PingAgent, ReviveAgent, until
 from ecckpt.client.save.slot_reserver import SlotReserver, while_alive
+from ecckpt.client.state_effects import MapSlot, SlotExists
 from ecckpt.errors import AgentUnreachable, CorruptFragment, Fenced, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
 from ecckpt.protocol.messages.restore import Fence
