@@ -16,6 +16,7 @@ from ecckpt.agent.core.actions import Action, Recycle, Taking
 from ecckpt.agent.runtime import disk_store as agent_disk
 from ecckpt.agent.storage import budget as accounts
 from ecckpt.agent.storage import disk as tiers_disk
+from ecckpt.agent.storage import memory_tier
 from ecckpt.client.restore import protocol as ordering
 from ecckpt.client.save import archive_protocol as archiving
 from ecckpt.client.save import commit_protocol as counting
@@ -280,6 +281,12 @@ def _overlooks_files_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers_disk.DiskTier, "found", lambda self: iter(list(found(self))[1:]))
 
 
+def _overlooks_files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what an earlier agent left in memory, one region is not entered."""
+    found = memory_tier.MemoryTier.found
+    monkeypatch.setattr(memory_tier.MemoryTier, "found", lambda self: iter(list(found(self))[1:]))
+
+
 def _says_too_early_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archiving, "ranks_short", lambda *_, **__: ())
 
@@ -396,6 +403,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults]] = [
     (_does_not_flush_names, "torn", NONE),
     (_writes_to_disk_what_has_rotted, "torn", ROT),
     (_overlooks_files_on_disk, "adoption", POWER),
+    (_overlooks_files_in_memory, "adoption", RESTARTS_OF_ALL),
     (_says_too_early_what_is_stored, "stored", DISKS),
     (_removes_from_disk_what_is_newest, "retention", DISKS),
     (_spends_what_it_likes_on_disk, "budget", NONE),

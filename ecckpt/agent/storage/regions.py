@@ -1,8 +1,8 @@
-"""The memory tier: files in tmpfs, reserved up front, faulted in once, recycled for ever.
+"""Regions: files of a tmpfs, made whole and mapped; and what the memory tier asks of a tmpfs.
 
-A *region* is one file under ``<root>/regions``; its name never changes, what it is follows from
-its own superblock. Fresh pages cost several times a copy, so a region that is given up is kept
-for the next taker instead of being freed.
+A *region* is one file; its name never changes, what it is follows from its own superblock. What is
+asked stands behind one type, as ``volume.py`` does for disks, so that the simulator can put memory
+that is made up under the real tier.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import mmap
 import os
 import secrets
 import stat
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from ecckpt.agent.storage.budget import Accounts
 from ecckpt.agent.storage.hugepages import HugePages
-from ecckpt.errors import NotMapped, TmpfsFull
+from ecckpt.agent.storage.volume import FileSystem, Volume
+from ecckpt.errors import TmpfsFull
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.memory.mapping import begin_huge, fault_in, map_file
 
@@ -50,134 +50,41 @@ class Region:
         return self.path.stem
 
 
-class MemoryTier:
-    """All regions of one agent, by run, within budgets (accounts.py). Thread-safe."""
+class Tmpfs(Volume, Protocol):
+    """A file system in memory, whose files can be mapped.
 
-    def __init__(self, root: Path, *, node: str) -> None:
-        self._folder = root / "regions"
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = threading.Lock()
-        self._accounts: Accounts[Region] = Accounts(node)
-        self._huge_pages = HugePages()
+    ``uses`` are numbers that no region of it has had before.
+    """
+
+    uses: Iterator[int]
+
+    def create(self, folder: Path, size_bytes: int) -> Region:
+        """A new region, all of its pages there. Raises ``TmpfsFull`` or ``NotMapped``."""
+
+    def map(self, path: Path) -> Region:
+        """A region that is there."""
+
+    def mark_assigned(self, region: Region) -> None:
+        """Have the region ``assigned``, and whoever maps it know that."""
+
+    def let_go(self) -> None:
+        """On return regions that were removed are mapped by those who asked for them alone."""
+
+
+class TmpfsFiles(FileSystem):
+    """The operating system's."""
+
+    def __init__(self) -> None:
         # What an earlier agent has counted is not known: it began somewhere else.
-        self._uses = itertools.count(secrets.randbits(_USE_BITS))
+        self.uses: Iterator[int] = itertools.count(secrets.randbits(_USE_BITS))
+        self._huge_pages = HugePages()
 
-    def default_budget_bytes(self) -> int:
-        """Half of the tmpfs: what a run may use unless told otherwise."""
-        size = os.statvfs(self._folder)
-        return size.f_frsize * size.f_blocks // 2
-
-    def used_bytes(self, run: str) -> int:
-        """Bytes of the run's regions, spare ones included."""
-        with self._lock:
-            return self._accounts.used_bytes(run)
-
-    def allocate(self, run: str, size_bytes: int, *, budget_bytes: int, what: str) -> Region:
-        """A region of at least that size whose superblock is void; its other bytes are garbage.
-
-        Takes a spare region that fits, else makes one, giving spare ones back to the system where
-        the budget asks for it. Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``NotMapped``;
-        the tier is then as before.
-        """
-        size_bytes = whole_pages(size_bytes)
-        with self._lock:
-            region = self._accounts.take(run, size_bytes)
-            if region is not None:
-                region.use = next(self._uses)
-                return region
-            self._make_room(run, size_bytes, budget_bytes, what)
-        try:
-            region = self._create_at_any_price(size_bytes)
-        except BaseException:
-            with self._lock:
-                self._accounts.release(run, size_bytes)
-            raise
-        region.use = next(self._uses)
-        return region
-
-    def take_spare(self, run: str, size_bytes: int) -> Region | None:
-        """As ``allocate``, but only a region that is spare; None if none fits."""
-        with self._lock:
-            region = self._accounts.take(run, whole_pages(size_bytes))
-            if region is not None:
-                region.use = next(self._uses)
-            return region
-
-    def recycle(self, run: str, region: Region) -> None:
-        """Give a region up for the next taker. Nobody may write to it any more, or read it."""
-        assert not region.assigned, region
-        void(region)
-        with self._lock:
-            self._accounts.keep(run, region)
-
-    def discard(self, run: str, region: Region) -> None:
-        """Give a region up for good: somebody may still have it mapped."""
-        region.path.unlink(missing_ok=True)
-        with self._lock:
-            self._accounts.release(run, region.size_bytes)
-
-    def assign(self, region: Region) -> None:
-        """Have a region in use ``assigned``, and whoever adopts it know that."""
-        region.path.chmod(_ASSIGNED_MODE)
-        region.assigned = True
-
-    def release(self, run: str) -> None:
-        """Give the spare regions of a run back to the system."""
-        with self._lock:
-            spares = self._accounts.spares(run)
-        for _, region in spares:
-            region.path.unlink(missing_ok=True)
-
-    def found(self) -> Iterator[Path]:
-        """Region files that lie in the tier's folder, known or not."""
-        return iter(sorted(self._folder.glob("*.region")))
-
-    def adopt(self, run: str, path: Path) -> Region:
-        """Take over a region that an earlier agent left."""
-        status = path.stat()
-        region = _map(path, status.st_size)
-        region.use = next(self._uses)
-        region.assigned = bool(status.st_mode & stat.S_ISVTX)
-        self._huge_pages.want(region)
-        with self._lock:
-            self._accounts.adopt(run, region)
-        return region
-
-    def _make_room(self, run: str, size_bytes: int, budget_bytes: int, what: str) -> None:
-        """Count a new region in. What is freed for it is unmapped, and so free, on return."""
-        for freed in self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=what):
-            freed.path.unlink(missing_ok=True)
-
-    def _create_at_any_price(self, size_bytes: int) -> Region:
-        """A new region; where memory is full of spare ones, of any run, they go first."""
-        try:
-            return self._create(size_bytes)
-        except (TmpfsFull, NotMapped):
-            if not self._drop_spares():
-                raise
-            return self._create(size_bytes)
-
-    def _drop_spares(self) -> int:
-        """Give all spare regions back; returns how many. Unmapped, and so free, on return."""
-        with self._lock:
-            spares = self._accounts.spares()
-        count = len(spares)
-        while spares:
-            _, region = spares.pop()
-            region.path.unlink(missing_ok=True)
-            del region
-        self._huge_pages.let_go()
-        return count
-
-    def _free_bytes(self) -> int:
-        size = os.statvfs(self._folder)
-        return size.f_frsize * size.f_bavail
-
-    def _create(self, size_bytes: int) -> Region:
-        free_bytes = self._free_bytes()
+    def create(self, folder: Path, size_bytes: int) -> Region:
+        """A region of whole pages, huge ones where the kernel has them."""
+        free_bytes = self.room(folder)[1]
         if free_bytes < size_bytes:
-            raise TmpfsFull(str(self._folder), need_bytes=size_bytes, free_bytes=free_bytes)
-        path = self._folder / f"{secrets.token_hex(8)}.region"
+            raise TmpfsFull(str(folder), need_bytes=size_bytes, free_bytes=free_bytes)
+        path = folder / f"{secrets.token_hex(8)}.region"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size_bytes)
@@ -191,7 +98,7 @@ class MemoryTier:
             if error.errno != errno.ENOSPC:
                 raise
             raise TmpfsFull(
-                str(self._folder), need_bytes=size_bytes, free_bytes=self._free_bytes()
+                str(folder), need_bytes=size_bytes, free_bytes=self.room(folder)[1]
             ) from error
         finally:
             os.close(descriptor)
@@ -199,6 +106,24 @@ class MemoryTier:
         if not huge:
             self._huge_pages.want(region)
         return region
+
+    def map(self, path: Path) -> Region:
+        """As it lies there, on huge pages before long."""
+        status = path.stat()
+        with path.open("r+b") as file:
+            region = Region(path, status.st_size, map_file(file.fileno(), status.st_size))
+        region.assigned = bool(status.st_mode & stat.S_ISVTX)
+        self._huge_pages.want(region)
+        return region
+
+    def mark_assigned(self, region: Region) -> None:
+        """By a bit of its mode."""
+        region.path.chmod(_ASSIGNED_MODE)
+        region.assigned = True
+
+    def let_go(self) -> None:
+        """Not even to make its pages huge."""
+        self._huge_pages.let_go()
 
 
 def whole_pages(size_bytes: int) -> int:
@@ -209,11 +134,6 @@ def whole_pages(size_bytes: int) -> int:
 def void(region: Region) -> None:
     """Make the region anonymous: no reader takes it for what it was."""
     region.view[:SUPERBLOCK_BYTES] = bytes(SUPERBLOCK_BYTES)
-
-
-def _map(path: Path, size_bytes: int) -> Region:
-    with path.open("r+b") as file:
-        return Region(path, size_bytes, map_file(file.fileno(), size_bytes))
 
 
 def _fault_in(region: Region) -> None:
