@@ -1,8 +1,8 @@
 """The decisions of a restore: from a recovery plan to orders for all ranks, and a verdict.
 
-Pure: no I/O, no clock. Rank 0 (client/restore/coordinator.py) plans, makes the orders and judges the outcomes. Every rank
-(client/restore/restorer.py) carries out its order. ``Order`` and ``Outcome`` travel between ranks
-as messages, by field name.
+Pure: no I/O, no clock. Rank 0 (client/restore/coordinator.py) plans, makes the orders and judges
+the outcomes. Every rank (client/restore/restorer.py) carries out its order. ``Order`` and
+``Outcome`` travel between ranks as messages, by field name.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Order:
         sources: fragment index -> addresses of the agents that have the fragment.
         repair: the fragments to make again after the restore, with their new holders.
         margin: how many more node losses the shard survives; -1 if nothing can be restored.
-        rejected: file name -> why an agent did not accept the file.
+        rejected: generation, file or node -> why the restore passes over it, for messages.
     """
 
     timeline: int
