@@ -1,1 +1,1 @@
-"""A cluster in one thread: the real rules, over a network, hosts and trainers that are made up."""
+"""A simulated cluster in one thread: the real rules over simulated hosts, messages and trainers."""

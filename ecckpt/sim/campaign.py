@@ -1,4 +1,4 @@
-"""Many seeds, one after another, and what came of them in all."""
+"""Simulate many seeds, one after another, and sum up the outcomes. For ``ecckpt simulate``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger("ecckpt")
 _YEAR_S = 365.25 * 24 * 3600
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums over seeds; ``failed`` are those that broke a promise."""
+    """Sums over seeds; ``failed`` are the outcomes with a violation."""
 
     nodes: int
     seeds: int = 0
@@ -32,11 +32,11 @@ class Tally:
 
     @property
     def node_years(self) -> float:
-        """Simulated time, counted once for every node."""
+        """Simulated time times the number of nodes."""
         return self.simulated_s * self.nodes / _YEAR_S
 
     def add(self, outcome: SimulationOutcome) -> None:
-        """Count one seed."""
+        """Add the outcome of one seed."""
         self.seeds += 1
         self.simulated_s += outcome.simulated_s
         self.events += outcome.events
@@ -47,7 +47,7 @@ class Tally:
             self.failed.append(outcome)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The tally as plain values, for ``--json``."""
         return asdict(self) | {"node_years": self.node_years}
 
     def __str__(self) -> str:
@@ -55,8 +55,8 @@ class Tally:
             f"{self.seeds} seeds of {self.nodes} nodes in {self.seconds:.1f} s "
             f"({self.seeds / max(self.seconds, 1e-9):.2f} per second): "
             f"{self.node_years:.3f} node-years, {self.events:,} events, "
-            f"{self.injected:,} faults injected, {self.counts}, {self.lost} runs lost to more than "
-            f"they promise to survive, {len(self.failed)} violations"
+            f"{self.injected:,} faults injected, {self.counts}, {self.lost} runs lost to more "
+            f"failures than they promise to survive, {len(self.failed)} violations"
         )
 
 
@@ -67,11 +67,15 @@ def campaign(
     clock: Callable[[], float],
     ended: Callable[[SimulationOutcome, Tally], None],
 ) -> Tally:
-    """Simulate each seed; ``ended`` hears of each. ``clock`` tells seconds that really pass."""
-    tally = Tally(nodes)
+    """Simulate each seed and return the sums.
+
+    ``ended`` is called after each seed. ``clock`` returns real seconds; the simulator may not read
+    a clock itself.
+    """
+    tally = Tally(nodes=nodes)
     started_s = clock()
     for seed in seeds:
-        with _muted():
+        with _log_muted():
             outcome = simulate(seed, nodes)
         tally.add(outcome)
         tally.seconds = clock() - started_s
@@ -80,8 +84,8 @@ def campaign(
 
 
 @contextmanager
-def _muted() -> Iterator[None]:
-    """What agents log of disks that are made up is no news."""
+def _log_muted() -> Iterator[None]:
+    """Suppress what agents log about simulated disks and memory."""
     level = _log.level
     _log.setLevel(logging.CRITICAL)
     try:
@@ -91,7 +95,7 @@ def _muted() -> Iterator[None]:
 
 
 def describe(outcome: SimulationOutcome) -> str:
-    """One seed, for people: what it drew and what became of it."""
+    """One outcome as text: what the seed drew, and what became of it."""
     end = outcome.violation or "every promise was kept"
     return (
         f"seed {outcome.seed}, {outcome.nodes} nodes, {outcome.ranks} ranks, {outcome.rules}\n"

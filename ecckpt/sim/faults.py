@@ -1,4 +1,7 @@
-"""What goes wrong, how often. One value, drawn from the seed, printed with it."""
+"""Which faults a simulation injects, and how often: one value, drawn from the seed and printed.
+
+The injector and ``SimulatedNetwork`` act on it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ from dataclasses import dataclass, fields
 from random import Random
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Probabilities of what happens to a message, and how often a cluster is hit.
+    """Probabilities of faults of a message, and mean times between faults of the cluster.
 
-    ``drop``, ``duplicate`` and ``late`` are per message, request or answer; each takes ``jitter_s``
-    longer in the mean, so many arrive out of order. ``flip`` is per pulled fragment. What ends in
-    ``_every_s`` is the mean time between two such faults somewhere in the cluster, 0 for never; the
-    other times say how long they last at most. ``one_way`` is the share of partitions that let
-    messages through in one direction, ``burst`` that of losses which take m holders along.
-
-    Only where there are disks: ``power`` is that of the whole cluster, ``reboot`` the share of
-    losses after which a host is back with its disk; disks rot, are full, fail at all they are asked
-    (sick), or take up to ``disk_slow_s`` for each thing.
-
-    ``drift`` is how likely a rank claims in a save what other ranks do not have.
+    Attributes:
+        drop, duplicate, late: probabilities, of each request and each answer.
+        late_s: the most that a late message takes.
+        jitter_s: what every message takes longer, on average; it reorders messages.
+        flip: the probability that a bit of a pulled fragment flips.
+        *_every_s: the mean time between two such faults somewhere in the cluster; 0 for never.
+        partition_s, stall_s, away_s, disk_slow_s: how long such a fault lasts, or delays, at most.
+        one_way: the share of partitions that let messages through in one direction.
+        burst: the share of host losses that take up to m holders of the host along.
+        power_every_s: losses of power of all hosts at once. Like all that follow, except ``drift``,
+            only in clusters with disks.
+        reboot: the share of host losses after which the host is back with its disk.
+        disk_rot_every_s, disk_full_every_s, disk_sick_every_s, disk_slow_every_s: a bit of a disk
+            rots; a disk is full, fails at every request, or is slow, for a while.
+        drift: the probability that a rank's replicated tensors differ from those of other ranks.
     """
 
     drop: float = 0.0
@@ -53,11 +60,21 @@ class Faults:
 
     @property
     def of_disks_alone(self) -> bool:
-        """Whether disks can fail and nothing else, so that every save has to go well."""
-        ours = ("disk_", "away_s", "late_s", "partition_s", "stall_s", "one_way", "burst", "reboot")
-        there = [each.name for each in fields(self) if getattr(self, each.name)]
-        on_disk = any(name.startswith("disk_") for name in there)
-        return on_disk and all(name.startswith(ours) for name in there)
+        """Whether only disks can fail; then every save must succeed."""
+        # The names without "disk_" only qualify faults of other kinds, and do nothing alone.
+        harmless = (
+            "disk_",
+            "away_s",
+            "late_s",
+            "partition_s",
+            "stall_s",
+            "one_way",
+            "burst",
+            "reboot",
+        )
+        drawn = [field.name for field in fields(self) if getattr(self, field.name)]
+        on_disk = any(name.startswith("disk_") for name in drawn)
+        return on_disk and all(name.startswith(harmless) for name in drawn)
 
     def __str__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -68,7 +85,10 @@ NONE = Faults()
 
 
 def draw(rng: Random) -> Faults:
-    """Faults of a run. Each kind is there in some runs only: what always happens hides the rest."""
+    """Draw the faults of a run.
+
+    Each kind occurs in half of the runs only, since a fault that always occurs hides others.
+    """
 
     def sometimes(low: float, high: float) -> float:
         return rng.uniform(low, high) if rng.random() < 0.5 else 0.0

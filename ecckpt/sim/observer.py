@@ -1,4 +1,7 @@
-"""What the client's protocols report, handed to the truth of a run, which checks it."""
+"""Reports what one rank's protocols do to the truth of the run, which checks it.
+
+``SimulatedPerformer`` calls it for the client's ``Report`` effects and for loads.
+"""
 
 from __future__ import annotations
 
@@ -15,53 +18,61 @@ from ecckpt.client.events import (
 from ecckpt.sim.hosts.host import SimulatedHost
 from ecckpt.sim.session import Session
 from ecckpt.sim.state import SimulatedBytes
-from ecckpt.sim.truth.ledger import TruthStart
+from ecckpt.sim.truth.loads import TruthStart
+
+_SLACK_S = 0.1  # for the messages of one round
 
 
 class Observer:
-    """Of one rank."""
+    """Reports for one rank."""
 
     def __init__(self, session: Session, host: SimulatedHost) -> None:
         self._session, self._host = session, host
         self._asked_s = 0.0
 
     def asks(self, begins: bool) -> None:
-        """The rank asks all agents for something; ``begins``: for their inventories."""
+        """The rank sends a request to all agents; ``begins``: it asks for their inventories."""
         if begins:
             self._asked_s = self._session.world.now_s
 
     def reported(self, event: Event) -> None:
-        """Something happened in a protocol."""
+        """A protocol has reported an event."""
         session, truth = self._session, self._session.truth
         timeout_s = session.rules.restore_timeout_s
         match event:
             case SaveCommitted(shard):
-                truth.committed(self._host, shard.generation)
+                truth.commit_reported(self._host, shard.generation)
             case SaveFailure(shard, error):
-                truth.failed(shard, error)
+                truth.save_failed(shard, error)
             case RestorePlanned(timeline, generation, answering, first):
                 session.timeline = timeline
                 if first and not self._is_stale(peer_patience_s(timeout_s)):
-                    truth.chosen(generation, answering, session.wanted)
+                    truth.plan_chosen(generation, answering, session.wanted)
             case GenerationRefused(generation, answering, why):
                 if not self._is_stale(timeout_s):
-                    truth.refused(generation, answering, why)
+                    truth.generation_refused(generation, answering, why)
             case RestoreDecided(timeline, generation, on_purpose):
-                truth.decides(timeline, generation, on_purpose=on_purpose)
+                truth.restore_decided(timeline, generation, on_purpose=on_purpose)
             case TimelineBegun(timeline, begun_at, on_purpose):
-                truth.begins(timeline, begun_at, on_purpose=on_purpose)
+                truth.timeline_begun(timeline, begun_at, on_purpose=on_purpose)
             case _:
                 pass
 
     def loads(self, rank: int, brought: SimulatedBytes) -> int:
-        """The rank goes on from these bytes."""
+        """The rank goes on from these bytes.
+
+        Returns 0, the number of bytes that were assigned: a simulated rank counts none.
+        """
         session = self._session
         start = TruthStart(session.timeline, session.name, session.ranks)
-        session.truth.loaded(start, rank, brought.generation, brought.parts)
+        session.truth.rank_loaded(start, rank, brought.generation, brought.parts)
         if brought.region is not None:
-            session.truth.assigned(brought.region)
+            session.truth.tensors_assigned(brought.region)
         return 0
 
     def _is_stale(self, age_s: float) -> bool:
-        """Whether this rank was stopped since it asked, and what was answered says nothing."""
-        return self._session.world.now_s > self._asked_s + age_s + 0.1
+        """Whether the inventories that the rank decides from are older than ``age_s``.
+
+        A rank that was stalled since it asked decides from answers that say nothing about now.
+        """
+        return self._session.world.now_s > self._asked_s + age_s + _SLACK_S

@@ -1,7 +1,8 @@
-"""Performs the client's effects in simulated time, with messages and bytes that are made up.
+"""Performs the client's effects in simulated time, with simulated messages and bytes.
 
-The counterpart of client/threads.py and client/state_performer.py. It decides nothing: what a rank
-does and when is in client/. Code between two effects is atomic here, as there.
+The counterpart of client/threads.py, for ``Trainer``; effects on the state are in sim/state.py, the
+counterpart of client/state_performer.py. What a rank does and when is decided in
+client/. As with the real performer, the code of a routine between two effects is atomic.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ from ecckpt.sim.world import Actor, Process, Steps, Wait, sleep, together
 
 R = TypeVar("R")
 
-_START_AGENT_S = 0.3
-_AGENT_UP_S = 30.0
+_START_AGENT_S = 0.3  # how long a new agent takes until it answers
+_AGENT_UP_S = 30.0  # how long a rank waits for it, as client/cluster/local_agent.py does
 
-Look = Callable[[SimulatedAgent, Any], object]
+Read = Callable[[SimulatedAgent, Any], object]
 
-# Requests that an agent answers without its core.
-_LOOKS: dict[Verb[Any, Any], Look] = {
+# Requests that an agent answers from what its core knows, without an event.
+_READS: dict[Verb[Any, Any], Read] = {
     INVENTORY: lambda agent, run: agent.core.ledgers.look(run).inventory(agent.node),
     SLOT: lambda agent, shard: slot_of(
         agent.core.home(shard).header, agent.core.home(shard).region
@@ -70,7 +71,7 @@ _LOOKS: dict[Verb[Any, Any], Look] = {
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A process that waits for a condition."""
+    """A process that performs ``Until``: it waits for a condition."""
 
     condition: Callable[[], bool]
     process: Process
@@ -78,7 +79,7 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class _SimulatedTask:
-    """A routine that was started: its result or error once it is done."""
+    """A routine that ``Start`` has started; ``value`` is its result or error once done."""
 
     done: bool = False
     value: Any = None
@@ -96,12 +97,12 @@ class SimulatedPerformer:
         self._waiters: list[_Waiter] = []
         self._lanes: dict[Lane, deque[Routine[None]]] = {lane: deque() for lane in Lane}
         self._running: set[Lane] = set()
+        # Effects on the ranks' store, those that take no simulated time, and all others.
         self._in_store = _store_effects(session)
-        # Effects that take no simulated time, and those that do.
         self._at_once: dict[type[Effect[Any]], Callable[[Any], Any]] = self._state.at_once | {
             Now: lambda effect: self._world.now_s,
             Mark: lambda effect: (self._world.now_s, self._world.now_s),
-            Queue: lambda effect: self._queue(effect.lane, effect.routine),
+            Queue: lambda effect: self._enqueue(effect.lane, effect.routine),
             Start: lambda effect: self._start(effect.routine),
             Report: lambda effect: self._observer.reported(effect.event),
             FinishHandle: lambda effect: effect.handle.finish(effect.error, self._world.now_s),
@@ -123,7 +124,7 @@ class SimulatedPerformer:
         }
 
     def run(self, routine: Routine[R]) -> Steps:
-        """Perform a routine to its end; returns its result, or raises what it raises."""
+        """Perform a routine to its end; return its result or raise its error."""
         result: Any = None
         error: Exception | None = None
         while True:
@@ -132,6 +133,7 @@ class SimulatedPerformer:
             except StopIteration as end:
                 return end.value
             finally:
+                # The code between two effects may have changed what an ``Until`` waits for.
                 self._wake_waiters()
             result = error = None
             try:
@@ -149,14 +151,14 @@ class SimulatedPerformer:
         return (yield from self._in_steps[kind](effect))
 
     def plan(self, step: int) -> Snapshot:
-        """The snapshot of a step, for a save by ticket."""
+        """Plan the snapshot of a step, for a save by ticket."""
         return self._state.plan(PlanState(step, None))
 
     # -- agents -----------------------------------------------------------------------------------
 
     def _call(self, effect: CallAgent[Any, Any]) -> Steps:
         if effect.verb is GUARD and not self._session.rules.guarded:
-            raise AgentUnreachable(self._host.node, "no request to guard arrives in this run")
+            raise AgentUnreachable(self._host.node, "guard requests are dropped in this run")
         node = self._host.node if effect.node == OWN else effect.node
         return (yield self._request(effect.verb, effect.message, node, effect.patience_s))
 
@@ -171,9 +173,9 @@ class SimulatedPerformer:
     def _request(self, verb: Verb[Any, Any], message: Any, node: str, patience_s: float) -> Wait:
         timeout_s = patience_s + verb.extra_s(message)
         host, source = self._session.hosts[node], self._host.node
-        look = _LOOKS.get(verb)
-        if look is not None:
-            return host.call(source, answering(lambda agent: look(agent, message)), timeout_s)
+        read = _READS.get(verb)
+        if read is not None:
+            return host.call(source, answering(lambda agent: read(agent, message)), timeout_s)
         if verb is WATCH:
 
             def watch(agent: SimulatedAgent, answer: Answer) -> None:
@@ -183,11 +185,14 @@ class SimulatedPerformer:
         return host.ask(source, message, timeout_s)
 
     def _ping(self, effect: PingAgent) -> Steps:
-        here = answering(lambda agent: agent.node)
-        yield self._host.call(self._host.node, here, effect.patience_s)
+        handle = answering(lambda agent: agent.node)
+        yield self._host.call(self._host.node, handle, effect.patience_s)
 
     def _revive(self, effect: ReviveAgent) -> Steps:
-        """As ``find_or_start``: a new agent where none runs; one that hangs keeps its folder."""
+        """Start an agent if none runs, as ``find_or_start`` does, and wait for it.
+
+        A stalled agent keeps its folder, so no new one is started.
+        """
         del effect
         if self._host.agent is None:
             yield sleep(_START_AGENT_S)
@@ -197,18 +202,18 @@ class SimulatedPerformer:
     # -- other ranks ------------------------------------------------------------------------------
 
     def _exchange(self, effect: RankExchange) -> Steps:
-        def lead(payloads: list[bytes]) -> Steps:
+        def decide(payloads: list[bytes]) -> Steps:
             return (yield from self.run(effect.decide(payloads)))
 
-        board = self._session.decide(
+        exchange = self._session.exchange(
             self._host,
             self._rank,
             effect.tag,
             effect.payload,
-            lead,
+            decide,
             timeout_s=effect.timeout_s,
         )
-        return (yield from board)
+        return (yield from exchange)
 
     def _store_wait(self, effect: StoreWait) -> Steps:
         yield self._session.wait_for(effect.key, effect.timeout_s)
@@ -220,33 +225,35 @@ class SimulatedPerformer:
             waiter = _Waiter(effect.condition, process)
             self._waiters.append(waiter)
             if not math.isinf(effect.timeout_s):
-                self._world.after(effect.timeout_s, self._late, waiter)
+                self._world.after(effect.timeout_s, self._time_out, waiter)
 
         return effect.condition() or (yield begin)
 
-    def _late(self, waiter: _Waiter) -> None:
+    def _time_out(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             waiter.process.resume(False)
 
     def _wake_waiters(self) -> None:
-        for waiter in [each for each in self._waiters if each.condition()]:
+        for waiter in [waiter for waiter in self._waiters if waiter.condition()]:
             self._waiters.remove(waiter)
+            # As an event of its own: this may run in the middle of another process's step.
             self._world.after(0.0, waiter.process.resume, True)
 
-    def _queue(self, lane: Lane, routine: Routine[None]) -> None:
+    def _enqueue(self, lane: Lane, routine: Routine[None]) -> None:
         self._lanes[lane].append(routine)
         if lane not in self._running:
             self._running.add(lane)
             self._actor.spawn(self._run_lane(lane))
 
     def _run_lane(self, lane: Lane) -> Steps:
+        """Perform the routines of a lane, one after another, until none is queued."""
         waiting = self._lanes[lane]
         while waiting:
             try:
                 yield from self.run(waiting.popleft())
             except (EcckptError, OSError):
-                continue  # a thread of the real performer logs it
+                continue  # the real performer's thread logs the error and goes on as well
         self._running.discard(lane)
 
     def _start(self, routine: Routine[Any]) -> _SimulatedTask:

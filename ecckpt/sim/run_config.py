@@ -1,4 +1,7 @@
-"""What a simulated run is configured with, and the bytes and headers that follow from it."""
+"""The configuration of a simulated run, and the bytes of its shards.
+
+``Simulation`` draws the rules from the seed; sessions and the truth follow them.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from ecckpt.policy.retention import Keep
 BLOCK_BYTES = 4096  # small, so that a small shard has several rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Of all sessions of a run.
+    """The configuration of all sessions of a run.
 
-    ``roll_back`` and ``reshape`` are how likely a session goes back to a generation by name, and
-    how likely it has another number of ranks than the one before. Without ``disk_every`` there are
-    no disks. With ``tickets`` ranks save by them, as DCP does; with ``replicated`` each rank claims
-    that a part of its state is on all ranks.
+    Attributes:
+        step_s: the mean length of a training step.
+        guarded: agents are asked to watch their peers and to repair in the background.
+        roll_back: the probability that a session restores a generation by name.
+        reshape: the probability that a session has another number of ranks than the one before.
+        disk_every: every how many commits one goes to disk; 0: the cluster has no disks.
+        tickets: ranks save by tickets, as the DCP writer does.
+        replicated: each rank declares a part of its state as replicated on all ranks.
     """
 
     k: int
@@ -40,24 +47,24 @@ class Rules:
     replicated: bool
 
     def __str__(self) -> str:
-        habits = "".join(
+        options = "".join(
             f", {name}={value:g}"
             for name, value in (("roll_back", self.roll_back), ("reshape", self.reshape))
             if value
         )
         if self.disk_every:
-            habits += f", disk_every={self.disk_every}, {self.keep}"
-        habits += ", by tickets" if self.tickets else ""
-        habits += ", replicated" if self.replicated else ""
-        return f"RS({self.k}, {self.m}){habits}"
+            options += f", disk_every={self.disk_every}, {self.keep}"
+        options += ", by tickets" if self.tickets else ""
+        options += ", replicated" if self.replicated else ""
+        return f"RS({self.k}, {self.m}){options}"
 
     @property
     def least(self) -> int:
-        """Fragments that a shard needs at its holders."""
+        """How many fragments a shard needs at its holders for a commit."""
         return min(self.k + self.min_margin, self.k + self.m)
 
     def header(self, shard: ShardId, *, ranks: int, home: str, parent: Generation | None) -> Header:
-        """As the Checkpointer makes it, with small blocks."""
+        """A shard's header as ``Requests.header`` makes it, with small blocks."""
         return Header(
             shard=shard,
             world_size=ranks,
@@ -74,5 +81,5 @@ class Rules:
 
 
 def content_of(seed: int, shard: ShardId, size_bytes: int) -> bytes:
-    """The state that a rank saves: bytes that belong to nothing else."""
+    """The state that a rank saves at a step; no two shards have the same bytes."""
     return shake_128(f"{seed} {shard}".encode()).digest(size_bytes)

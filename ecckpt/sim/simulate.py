@@ -1,7 +1,7 @@
-"""One seed, one cluster: a time of faults, then a time of quiet in which everything must be well.
+"""Simulate one seed: a cluster under faults, then a quiet time in which all must become well.
 
-Everything is drawn from the seed: the code, the sizes, the faults and when they come. So a seed and
-a commit give the same events, which ``Outcome.digest`` tells.
+Everything is drawn from the seed: the code, the sizes, the faults and their times. So the same seed
+and commit give the same events, and ``SimulationOutcome.digest`` is a hash over all of them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from ecckpt.agent.core.sizing import steady_bytes
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.policy.retention import Keep
 from ecckpt.sim.faults import Faults, draw
-from ecckpt.sim.hosts.host import SimulatedHost, Witness
+from ecckpt.sim.hosts.host import SimulatedHost
+from ecckpt.sim.hosts.interfaces import FragmentPuller, Witness
 from ecckpt.sim.hosts.network import SimulatedNetwork
+from ecckpt.sim.hosts.pulling import Puller
 from ecckpt.sim.injector import Injector
 from ecckpt.sim.launcher import Launcher
 from ecckpt.sim.run_config import Rules
@@ -22,16 +24,23 @@ from ecckpt.sim.truth.counts import Counts
 from ecckpt.sim.truth.violation import Violation
 from ecckpt.sim.world import World
 
-_CALM_S = 15.0  # until something is committed
+_CALM_S = 15.0  # before the first fault, so that something is committed that can be lost
 _FAULTS_S = 60.0
-_QUIET_S = 300.0
-_LOOK_S = 1.0
+_QUIET_S = 300.0  # all must be well by then; longer than every timeout of a save or a restore
+_CHECK_EVERY_S = 1.0
 _CODES = ((1, 1), (2, 1), (3, 2), (4, 2))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOutcome:
-    """What became of a seed. ``violation`` is empty if every promise was kept."""
+    """What became of one seed.
+
+    Attributes:
+        violation: the broken promise; empty if none was.
+        kind: of the violation.
+        lost: how many runs lost more than they promise to survive, and began anew.
+        injected: how many faults were injected.
+    """
 
     seed: int
     nodes: int
@@ -49,7 +58,7 @@ class SimulationOutcome:
 
 
 class Simulation:
-    """A cluster of so many nodes, made from a seed."""
+    """A cluster of ``nodes`` hosts, drawn from a seed; a ``SimulatedCluster``."""
 
     def __init__(self, seed: int, nodes: int, faults: Faults | None = None) -> None:
         rng = Random(seed)  # noqa: S311  (no secrets here)
@@ -57,9 +66,9 @@ class Simulation:
         self.faults = draw(rng) if faults is None else faults
         self.world = World(seed)
         self.network = SimulatedNetwork(self.world)
-        k, m = rng.choice([each for each in _CODES if sum(each) < nodes])
+        k, m = rng.choice([code for code in _CODES if sum(code) < nodes])
         most = max(1, nodes - k - m - 1)
-        sizes = [min(each, most) for each in (2, 3, 4, 8, 16, nodes // 2)]
+        sizes = [min(size, most) for size in (2, 3, 4, 8, 16, nodes // 2)]
         self.ranks = rng.choice(sizes)
         self.rules = _draw_rules(rng, k, m)
         self.budget_bytes = self.rules.budget_bytes
@@ -74,40 +83,45 @@ class Simulation:
         )
         racks = rng.choice([nodes, max(1, nodes // 4)])
         self.hosts = {
-            f"n{at}": SimulatedHost(f"n{at}", f"rack{at % racks}", self) for at in range(nodes)
+            f"n{number}": SimulatedHost(f"n{number}", f"rack{number % racks}", self)
+            for number in range(nodes)
         }
         self._injector = Injector(self, self.launcher, self.faults)
 
     @property
     def witness(self) -> Witness:
-        """Who watches the run as it is called now."""
+        """The truth of the run that is current now."""
         return self.launcher.truth
 
+    def puller(self, node: str) -> FragmentPuller:
+        """Something that pulls fragments to that node."""
+        return Puller(node, self.world, self.network, self.hosts)
+
     def run(self) -> SimulationOutcome:
-        """Let it happen. A violation ends it."""
+        """Run the simulation; it ends at the first violation."""
         violation, kind = "", ""
         try:
-            self._live()
-        except Violation as found:
-            violation, kind = f"at {self.world.now_s:.3f} s: {found}", found.kind
+            self._run_phases()
+        except Violation as error:
+            violation, kind = f"at {self.world.now_s:.3f} s: {error}", error.kind
         world = self.world
         return SimulationOutcome(
-            self.seed,
-            len(self.hosts),
-            self.ranks,
-            self.rules,
-            self.faults,
-            violation,
-            kind,
-            self.launcher.lost,
-            self.launcher.counts,
-            self._injector.injected + self.network.injected,
-            world.events,
-            world.now_s,
-            world.digest,
+            seed=self.seed,
+            nodes=len(self.hosts),
+            ranks=self.ranks,
+            rules=self.rules,
+            faults=self.faults,
+            violation=violation,
+            kind=kind,
+            lost=self.launcher.lost,
+            counts=self.launcher.counts,
+            injected=self._injector.injected + self.network.injected,
+            events=world.events,
+            simulated_s=world.now_s,
+            digest=world.digest,
         )
 
-    def _live(self) -> None:
+    def _run_phases(self) -> None:
         for host in self.hosts.values():
             host.start()
         self.launcher.spawn(self.launcher.main())
@@ -115,26 +129,30 @@ class Simulation:
         self._injector.begin()
         self.world.run(_CALM_S + _FAULTS_S)
         self._injector.end()
-        since = self.launcher.counts
+        before = self.launcher.counts
         end_s = self.world.now_s + _QUIET_S
-        while self.world.now_s < end_s and not self._is_well(since):
-            self.world.run(self.world.now_s + _LOOK_S)
-        if not self._is_well(since):
-            raise Violation(
-                "liveness", f"{_QUIET_S:g} s after the last fault there is no whole generation"
-            )
+        while self.world.now_s < end_s and not self._is_well(before):
+            self.world.run(self.world.now_s + _CHECK_EVERY_S)
+        if not self._is_well(before):
+            text = f"{_QUIET_S:g} s after the last fault no new generation is committed and whole"
+            raise Violation("liveness", text)
 
-    def _is_well(self, since: Counts) -> bool:
+    def _is_well(self, before: Counts) -> bool:
+        """Whether a generation was committed since ``before`` and is whole.
+
+        With disks, a generation was also stored since then.
+        """
         now = self.launcher.counts
-        if now.commits <= since.commits or (self.disks and now.stored <= since.stored):
+        if now.commits <= before.commits or (self.disks and now.stored <= before.stored):
             return False
         return self.launcher.truth.is_whole()
 
 
 def _draw_rules(rng: Random, k: int, m: int) -> Rules:
+    """The rules of a run. Budgets are what two ranks on a node need, or more."""
     rules = Rules(
-        k,
-        m,
+        k=k,
+        m=m,
         min_margin=rng.choice([0, 0, 1]),
         shard_bytes=rng.choice([1, 700, 3000, 9000]),
         budget_bytes=0,
@@ -148,11 +166,11 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
         disk_bytes=0,
         keep=Keep(rng.choice([1, 2, 3])),
         tickets=(tickets := rng.random() < 0.2),
-        # A writer that saves by tickets compares what ranks have in common by itself.
+        # Tickets make no replica check: the DCP writer itself compares what ranks have in common.
         replicated=rng.random() < 0.3 and not tickets,
     )
-    some = ShardId("sim", Generation(1, 0, "0" * 16), 0)
-    header = rules.header(some, ranks=1, home="n0", parent=None)
+    any_shard = ShardId("sim", Generation(1, 0, "0" * 16), 0)
+    header = rules.header(any_shard, ranks=1, home="n0", parent=None)
     need_bytes = steady_bytes(header, local_ranks=2, holders=k + m)
     stored_bytes = 2 * (header.file_bytes + (k + m) * header.at(0).file_bytes)
     return replace(
@@ -163,5 +181,5 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
 
 
 def simulate(seed: int, nodes: int, faults: Faults | None = None) -> SimulationOutcome:
-    """Run one seed on so many nodes; the faults are drawn from it unless they are given."""
+    """Run one seed on a cluster of ``nodes`` hosts; ``faults`` replace those that it draws."""
     return Simulation(seed, nodes, faults).run()

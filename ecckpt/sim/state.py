@@ -1,4 +1,8 @@
-"""A simulated rank's state: the bytes of one step, and where a restore brings them from."""
+"""The effects on a simulated rank's state: copy it into a slot, verify, read and load shards.
+
+The counterpart of client/state_effects.py, for ``SimulatedPerformer``. The state of a step is the
+bytes that ``content_of`` makes.
+"""
 
 from __future__ import annotations
 
@@ -30,35 +34,35 @@ from ecckpt.sim.hosts.host import SimulatedHost
 from ecckpt.sim.hosts.network import answering
 from ecckpt.sim.hosts.pulling import Puller
 from ecckpt.sim.session import Session
-from ecckpt.sim.truth.ledger import LoadedPart
+from ecckpt.sim.truth.loads import LoadedPart
 from ecckpt.sim.world import Steps, sleep
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
     from ecckpt.protocol.agent_client import AgentClient
 
-_COPY_S = 0.5  # at most
-_TABLE_TIMEOUT_S = 10.0
+_COPY_S = 0.5  # the most that a copy takes
+_VERIFY_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedClaim:
-    """What a rank says that all ranks have."""
+    """The digest of the tensors that a rank declares replicated."""
 
     digest: bytes
 
     def pack(self) -> bytes:
-        """What ``differences`` needs."""
+        """The bytes that other ranks give to ``differences``."""
         return self.digest
 
     def differences(self, packed: bytes) -> str:
-        """In words."""
-        return f"{packed.hex()} there, {self.digest.hex()} here"
+        """In words, how a packed claim of another rank differs from this one."""
+        return f"digest {self.digest.hex()} on this rank, {packed.hex()} on the other"
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSnapshot:
-    """The plan of a shard; ``step`` is the step it captures."""
+    """The plan of a shard; ``step`` is the step that it saves."""
 
     step: int
     shard_bytes: int
@@ -67,7 +71,11 @@ class SimulatedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedBytes:
-    """Parts of shards of one generation, proven; ``region`` is where tensors lie, if assigned."""
+    """Verified parts of the shards of one generation, for the client's protocols a ``Brought``.
+
+    ``region`` is the slot that tensors stay in, if they are assigned; ``own``: it is this rank's
+    own shard.
+    """
 
     generation: Generation
     parts: list[LoadedPart]
@@ -79,7 +87,10 @@ class SimulatedBytes:
 
 
 class SimulatedState:
-    """Performs the effects on the state of one rank."""
+    """Performs the effects on the state of one rank.
+
+    ``at_once`` are the effects that take no simulated time, ``in_steps`` all others.
+    """
 
     def __init__(self, session: Session, rank: int, host: SimulatedHost) -> None:
         self._session, self._rank, self._host = session, rank, host
@@ -99,7 +110,10 @@ class SimulatedState:
     # -- saving -----------------------------------------------------------------------------------
 
     def plan(self, effect: PlanState) -> SimulatedSnapshot:
-        """The snapshot of a step."""
+        """Plan the snapshot of a step.
+
+        If tensors are declared replicated, their digest is the same on all ranks, unless it drifts.
+        """
         session, claim, step = self._session, None, effect.state
         if session.rules.replicated:
             drifts = session.world.chance(session.network.faults.drift)
@@ -108,11 +122,14 @@ class SimulatedState:
         return SimulatedSnapshot(step, session.rules.shard_bytes, claim)
 
     def _map(self, slot: Slot) -> Region:
-        """A mapped region stays writable, whatever becomes of its file."""
+        """Map a slot.
+
+        A mapped region stays writable, even when the agent has removed its file.
+        """
         region = self._mapped.get(slot.region) or self._host.memory.files.get(slot.path)
         if region is None:
             raise FileNotFoundError(f"{slot.path} is gone")
-        self._mapped = {slot.region: region}
+        self._mapped = {slot.region: region}  # only the latest mapping is kept
         return region
 
     def _copy(self, effect: CopyState) -> Steps:
@@ -122,10 +139,9 @@ class SimulatedState:
         view = region.view
         yield sleep(_COPY_S * session.world.rng.random())
         data = session.content(shard)
-        session.truth.writes(self._host, region)
-        session.truth.saved(shard, data, session.ranks)
-        if snapshot.claim is not None:
-            session.truth.claimed(shard, snapshot.claim.digest)
+        session.truth.slot_writing(self._host, region)
+        claim = snapshot.claim.digest if snapshot.claim is not None else None
+        session.truth.state_saved(shard, data, ranks=session.ranks, claim=claim)
         payload = view[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + header.payload_bytes]
         payload[: len(data)] = data
         payload[len(data) :] = bytes(len(payload) - len(data))
@@ -133,20 +149,20 @@ class SimulatedState:
     # -- restoring --------------------------------------------------------------------------------
 
     def _prove(self, effect: ProveHome) -> Steps:
-        """The shard's bytes at home, every block checked."""
+        """Read the home copy from this host's agent, every block verified."""
         slot, assign = effect.slot, effect.assign
         shard = slot.header.shard
 
-        def look(agent: SimulatedAgent) -> bytes:
+        def read_verified(agent: SimulatedAgent) -> bytes:
             home = agent.core.home(shard)
             if home.table is None:
-                raise NotHeld(f"{shard} is not sealed here")
+                raise NotHeld(f"{shard} is not sealed on this node")
             for index, view in enumerate(data_views(home.header, home.region)):
                 if bad_blocks(home.header, index, view, home.table):
-                    raise CorruptFragment(f"home copy of {shard}: bad blocks")
+                    raise CorruptFragment(f"home copy of {shard}: wrong checksums")
             return bytes(home.region.view[SUPERBLOCK_BYTES:][: home.header.shard_bytes])
 
-        data = yield self._host.call(self._host.node, answering(look), _TABLE_TIMEOUT_S)
+        data = yield self._host.call(self._host.node, answering(read_verified), _VERIFY_TIMEOUT_S)
         return SimulatedBytes(
             generation=shard.generation,
             parts=[LoadedPart(shard, 0, data)],
@@ -160,24 +176,27 @@ class SimulatedState:
         return SimulatedBytes(generation=shard.generation, parts=[part], own=True)
 
     def _make(self, effect: MakeShard) -> Steps:
-        """This rank's range of all that was saved, in the order of the ranks that saved."""
+        """Make this rank's shard from the shards of another number of ranks.
+
+        It is this rank's share of all saved bytes, in the order of the ranks that saved.
+        """
         shards, rank, ranks = effect.shards, self._rank, self._session.ranks
-        whole = sum(each.header.shard_bytes for each in shards)
-        start, end = whole * rank // ranks, whole * (rank + 1) // ranks
-        parts, at = [], 0
+        total_bytes = sum(sources.header.shard_bytes for sources in shards)
+        start, end = total_bytes * rank // ranks, total_bytes * (rank + 1) // ranks
+        parts, offset = [], 0
         for sources in shards:
-            first, last = max(start - at, 0), min(end - at, sources.header.shard_bytes)
-            at += sources.header.shard_bytes
+            first, last = max(start - offset, 0), min(end - offset, sources.header.shard_bytes)
+            offset += sources.header.shard_bytes
             if first < last:
                 data = yield from self._read(sources)
                 parts.append(LoadedPart(sources.header.shard, first, data[first:last]))
         return SimulatedBytes(generation=shards[0].header.shard.generation, parts=parts)
 
     def _read(self, sources: ShardSources) -> Steps:
-        """A shard from wherever it is, straight into memory of this rank."""
+        """Read a whole shard from any sources into this rank's memory."""
         header, session = sources.header, self._session
         peers = Peers(
-            clients=cast("dict[str, AgentClient]", session.hosts),  # only names are looked at
+            clients=cast("dict[str, AgentClient]", session.hosts),  # Peers uses the keys only
             near=self._host.node,
             spread=self._rank,
         )

@@ -1,7 +1,7 @@
-"""A simulated training program: restores with the others, then saves step after step.
+"""A simulated training program: it restores with the other ranks, then saves step after step.
 
 The rules of saving and restoring are the client's own (client/rank_session.py), performed in
-simulated time. Here is only what a user's program does with them.
+simulated time. This file has only what a user's program does with them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ecckpt.sim.performer import SimulatedPerformer
 from ecckpt.sim.session import Session
 from ecckpt.sim.world import Actor, Failure, Steps
 
-_PATIENCE_S = 0.05
+_PATIENCE_S = 0.05  # a save that cannot begin by then is skipped
 
 
 class Trainer(Actor):
-    """One process of a session, at home on a host."""
+    """One rank's process in one session, on its home host."""
 
     def __init__(self, session: Session, rank: int, host: SimulatedHost) -> None:
         super().__init__(session.world)
@@ -26,24 +26,28 @@ class Trainer(Actor):
         self._performer = SimulatedPerformer(self, session, rank, host)
         requests = session.requests(rank)
         self._client = RankSession(requests, disk_bytes=session.rules.disk_bytes, strict=False)
+        # Of the last two saves: one may fail only after the next one was begun.
         self._latest: list[SaveHandle] = []
 
     def main(self) -> Steps:
-        """The program."""
+        """The program: restore, then step and save until the process fails or is killed."""
         step = yield from self._restore()
         save = self._save_by_ticket if self.session.rules.tickets else self._save
         while True:
-            yield self.session.pace()
+            yield self.session.next_step()
             try:
                 yield from save(step)
             except EcckptError as error:
                 raise Failure(str(error)) from error
             step += 1
             if any(isinstance(handle.error, Fenced) for handle in self._latest):
-                raise Failure("replaced by a restart, and must end")
+                raise Failure("replaced by a restart, must end")
 
     def _restore(self) -> Steps:
-        """Restore; returns the step to go on with. Every other rank keeps its tensors in place."""
+        """Restore; return the step to go on with.
+
+        Every second rank keeps its tensors in the slot (``assign``), so both ways are simulated.
+        """
         session = self.session
         routine = self._client.restore(
             None, session.wanted, required=session.required, assign=self.rank % 2 == 1
@@ -61,7 +65,11 @@ class Trainer(Actor):
         self._latest = [*self._latest[-1:], handle]
 
     def _save_by_ticket(self, step: int) -> Steps:
-        """As the DCP writer: all ranks stage and protect, tell each other, and rank 0 commits."""
+        """Save as the DCP writer does.
+
+        All ranks stage and protect, tell rank 0 whether they failed, and rank 0 commits if no rank
+        did.
+        """
         run, session = self._performer.run, self.session
         ticket = yield from run(self._client.ticket(step))
         problem = ""
@@ -73,17 +81,17 @@ class Trainer(Actor):
         except (EcckptError, OSError) as error:
             problem = f"rank {self.rank}: {error}"
 
-        def lead(problems: list[str]) -> Steps:
+        def commit_unless_failed(problems: list[str]) -> Steps:
             if not any(problems):
                 yield from run(ticket.commit())
             return [b""] * len(problems)
 
         timeout_s = session.rules.save_timeout_s
-        yield from session.decide(
+        yield from session.exchange(
             self.host,
             self.rank,
             f"dcp/{ticket.shard.generation}",
             problem,
-            lead,
+            commit_unless_failed,
             timeout_s=timeout_s,
         )

@@ -126,7 +126,7 @@ class Order:
         sources: fragment index -> addresses of the agents that have the fragment.
         repair: the fragments to make again after the restore, with their new holders.
         margin: how many more node losses the shard survives; -1 if nothing can be restored.
-        rejected: file name -> why an agent did not accept the file.
+        rejected: generation, file or node -> why the restore passes over it, for messages.
     """
 
     timeline: int

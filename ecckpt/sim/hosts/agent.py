@@ -1,7 +1,11 @@
-"""A host's agent: the real core, with hands that are made up.
+"""A simulated agent: the real core, whose actions are performed in simulated time.
 
-The counterpart of ``agent/driver.py`` and ``shelf.py``: what they do with threads, files and
-sockets is done here with events, bytes and ``Network``.
+The counterpart of agent/runtime/driver.py, region_store.py and network.py. What they do with
+threads, files and sockets is done here with events, bytes and ``SimulatedNetwork``.
+
+    request or timer -> tell() -> core.handle() -> actions
+        Small actions at once -> witness.event_handled() -> replies and Large actions
+        Large actions take simulated time and end in tell(Finished or Failed)
 """
 
 from __future__ import annotations
@@ -50,50 +54,56 @@ from ecckpt.agent.storage.disk import DiskFile
 from ecckpt.errors import EcckptError, NotHeld, RequestRefused
 from ecckpt.format.block_ranges import span_of, spans
 from ecckpt.protocol.messages.save import Watch
-from ecckpt.sim.hosts.disk_hand import Hand
+from ecckpt.sim.hosts.disk_hand import DiskHand
+from ecckpt.sim.hosts.interfaces import AgentHost
 from ecckpt.sim.hosts.memory import WitnessedRegionStore
 from ecckpt.sim.hosts.network import Answer, answering
-from ecckpt.sim.hosts.pulling import Puller
 from ecckpt.sim.world import Actor, Steps
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
-    from ecckpt.sim.hosts.host import SimulatedHost
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
+# How long the real agent's threads would take, about.
 _ENCODE_S = 0.002
 _ALLOCATE_S = 0.001
 _REMEMBER_S = 0.0002
 
 
 class SimulatedAgent(Actor):
-    """A host's agent for as long as it lives."""
+    """One agent process, from its start to its kill; a restart makes a new one."""
 
-    def __init__(self, host: SimulatedHost) -> None:
-        super().__init__(host.cluster.world)
+    def __init__(self, host: AgentHost) -> None:
+        super().__init__(host.world)
         self.host = host
         self.node = host.node
-        self._puller = Puller(host.node, self.world, host.cluster.network, host.cluster.hosts)
+        self._puller = host.puller
         self.region_store = WitnessedRegionStore(host)
         self.core = Core(
             node=host.node,
             address=host.node,
-            budget_bytes=host.cluster.budget_bytes,
+            budget_bytes=host.budget_bytes,
             disk=host.platter is not None,
             early_bytes=0,
         )
         self.region_store.adopt(self.core.ledgers)
-        self.host.cluster.witness.adopted(host, self.core.ledgers)
-        self.hand = Hand(self, host.platter) if host.platter is not None else None
-        if self.hand is not None:
-            self.hand.adopt()
-        self._watching: list[tuple[Watch, Answer]] = []
+        host.witness.memory_adopted(host, self.core.ledgers)
+        self.disk_hand: DiskHand | None = None
+        if host.platter is not None:
+            self.disk_hand = DiskHand(
+                self, host, host.platter, records=self.core.ledgers, tell=self.tell
+            )
+            self.disk_hand.adopt()
+        self._watches: list[tuple[Watch, Answer]] = []  # that wait for another state
 
     # -- driving the core -------------------------------------------------------------------------
 
     def tell(self, event: Event, asker: Answer | None = None) -> None:
-        """Hand in an event and perform what follows."""
+        """Hand an event to the core and perform the actions that it returns.
+
+        ``asker`` gets the reply; None for events that are no requests.
+        """
         try:
             actions = self.core.handle(event, self.world.now_s)
         except EcckptError as error:
@@ -103,17 +113,18 @@ class SimulatedAgent(Actor):
             return
         for action in actions:
             if isinstance(action, Small):
-                self._settle(action)
-        self.host.cluster.witness.decided(self.host, event)
+                self._perform_small(action)
+        # The witness looks at files, so small actions, which change them, come first.
+        self.host.witness.event_handled(self.host, event)
         for action in actions:
             if isinstance(action, Reply | Refuse):
                 assert asker is not None
                 asker(action.message if isinstance(action, Reply) else self._refusal(action.error))
                 asker = None
             elif not isinstance(action, Small):
-                self._perform(action, asker)
-        if self._watching:
-            self._news()
+                self._begin_large(action, asker)
+        if self._watches:
+            self._answer_watches()
 
     def _refusal(self, error: Exception) -> Exception:
         """As it arrives over HTTP."""
@@ -121,11 +132,11 @@ class SimulatedAgent(Actor):
             return error
         return RequestRefused(self.node, 500, str(error))
 
-    def _settle(self, action: Small) -> None:
+    def _perform_small(self, action: Small) -> None:
         match action:
             case Seal(entry):
                 seal(entry)
-                self.host.cluster.witness.sealed(self.host, entry)
+                self.host.witness.sealed(self.host, entry)
             case Recycle() | Discard():
                 self.region_store.let_go(action)
             case MarkAssigned(region):
@@ -136,9 +147,10 @@ class SimulatedAgent(Actor):
                 self._later(max(0.0, at_s - self.world.now_s), Due(task), None)
 
     def _later(self, delay_s: float, event: Event, asker: Answer | None) -> None:
+        """Tell the core an event after a delay, unless the agent is dead by then."""
         self.world.after(delay_s, self.reach, self.tell, event, asker)
 
-    def _perform(self, action: Large, asker: Answer | None) -> None:
+    def _begin_large(self, action: Large, asker: Answer | None) -> None:
         match action:
             case Allocate():
                 self.world.after(_ALLOCATE_S, self.reach, self._allocate, action, asker)
@@ -155,10 +167,10 @@ class SimulatedAgent(Actor):
             case AskPeer():
                 self.spawn(self._ask(action))
             case Write() | Remove() | Record():
-                assert self.hand is not None
+                assert self.disk_hand is not None
                 if isinstance(action, Remove):
-                    self.host.cluster.witness.removing(self.host, action.files)
-                self.hand.take(action)
+                    self.host.witness.disk_removing(self.host, action.files)
+                self.disk_hand.enqueue(action)
 
     def _allocate(self, action: Allocate, asker: Answer | None) -> None:
         try:
@@ -174,7 +186,7 @@ class SimulatedAgent(Actor):
         except OSError as error:
             self.tell(Failed(action, error), asker)
             return
-        self.host.cluster.witness.remembered(self.host, action.run, notes)
+        self.host.witness.notes_written(self.host, action.run, notes)
         self.tell(Finished(action, notes), asker)
 
     def _encode(self, action: Encode, asker: Answer | None) -> None:
@@ -187,7 +199,7 @@ class SimulatedAgent(Actor):
 
     def _post(self, action: Post | Announce) -> Steps:
         try:
-            target = self.host.cluster.hosts[action.address]
+            target = self.host.peers[action.address]
             yield target.ask(self.node, action.message, _POST_TIMEOUT_S)
         except EcckptError as error:
             self.tell(Failed(action, error))
@@ -195,10 +207,10 @@ class SimulatedAgent(Actor):
             self.tell(Finished(action))
 
     def _ask(self, action: AskPeer) -> Steps:
-        target = self.host.cluster.hosts[action.sight.address]
-        look = answering(lambda agent: agent.core.presence(action.message))
+        target = self.host.peers[action.sight.address]
+        handle = answering(lambda agent: agent.core.presence(action.message))
         try:
-            presence = yield target.call(self.node, look, _ASK_TIMEOUT_S)
+            presence = yield target.call(self.node, handle, _ASK_TIMEOUT_S)
         except EcckptError as error:
             self.tell(Failed(action, error))
         else:
@@ -210,8 +222,10 @@ class SimulatedAgent(Actor):
         header, lacking = message.header, taking.lacking()
         shard, index = header.shard, header.index
         if region is None:
-            none = NotHeld(f"no memory for fragment {index} of {shard} yet")
-            self._later(_ALLOCATE_S, Failed(action, none), None)
+            # Simulated time passes before a pull fails, as for any other pull, or a core that
+            # retries at once would recurse.
+            no_memory = NotHeld(f"no memory for fragment {index} of {shard} yet")
+            self._later(_ALLOCATE_S, Failed(action, no_memory), None)
             return
         try:
             data = yield self._puller.read(message.source, shard, index, early=taking.early)
@@ -242,33 +256,37 @@ class SimulatedAgent(Actor):
         return Gathered(table, plan.pulled_bytes, len(plan.computed), tuple(plan.problems))
 
     def read(self, source: Region | DiskFile, offset: int, size_bytes: int) -> bytearray:
-        """Some bytes of what it has, for whoever asks."""
+        """Some bytes of a file in memory or on disk, for a peer's pull."""
         if isinstance(source, DiskFile):
-            assert self.hand is not None
-            return self.hand.read(source, offset, size_bytes)
+            assert self.disk_hand is not None
+            return self.disk_hand.read(source, offset, size_bytes)
         return bytearray(source.view[offset : offset + size_bytes])
 
-    # -- requests that only look ------------------------------------------------------------------
+    # -- requests that read without the core ------------------------------------------------------
 
     def watch(self, message: Watch, answer: Answer) -> None:
-        """How far a shard is; waits for news up to ``wait_s``."""
-        now = self.core.progress(message.shard)
-        if now.state != message.known_state:
-            answer(now)
+        """Answer with the progress of a shard once its state differs from the known one.
+
+        Answers after ``wait_s`` in any case.
+        """
+        progress = self.core.progress(message.shard)
+        if progress.state != message.known_state:
+            answer(progress)
             return
-        waiting = (message, answer)
-        self._watching.append(waiting)
-        self.world.after(message.wait_s, self.reach, self._waited, waiting)
+        watch = (message, answer)
+        self._watches.append(watch)
+        self.world.after(message.wait_s, self.reach, self._end_watch, watch)
 
-    def _news(self) -> None:
-        for waiting in list(self._watching):
-            message, answer = waiting
-            now = self.core.progress(message.shard)
-            if now.state != message.known_state:
-                self._watching.remove(waiting)
-                answer(now)
+    def _answer_watches(self) -> None:
+        for watch in list(self._watches):
+            message, answer = watch
+            progress = self.core.progress(message.shard)
+            if progress.state != message.known_state:
+                self._watches.remove(watch)
+                answer(progress)
 
-    def _waited(self, waiting: tuple[Watch, Answer]) -> None:
-        if waiting in self._watching:
-            self._watching.remove(waiting)
-            waiting[1](self.core.progress(waiting[0].shard))
+    def _end_watch(self, watch: tuple[Watch, Answer]) -> None:
+        if watch in self._watches:
+            self._watches.remove(watch)
+            message, answer = watch
+            answer(self.core.progress(message.shard))

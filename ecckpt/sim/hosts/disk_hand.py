@@ -1,119 +1,141 @@
-"""An agent's hand on its disk: the real ``agent/disk.py``, one thing after another, over a platter.
+"""A simulated agent's disk thread: the real ``Disk`` (agent/runtime/disk_store.py) on a platter.
 
-The counterpart of the one thread that ``agent/driver.py`` has for it.
+agent/runtime/driver.py has one thread for the disk, which performs one action after another.
+``SimulatedAgent`` queues the disk actions of its core here instead.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ecckpt.agent.core.actions import Behind, Failed, Finished, Record, Remove, Write
+from ecckpt.agent.core.actions import Behind, Event, Failed, Finished, Record, Remove, Write
 from ecckpt.agent.runtime.disk_store import Disk
 from ecckpt.errors import EcckptError
+from ecckpt.sim.hosts.interfaces import AgentHost
 from ecckpt.sim.hosts.platter import Killed, Platter
+from ecckpt.sim.world import Actor
 
 if TYPE_CHECKING:
+    from ecckpt.agent.core.run_records import RunRecords
     from ecckpt.agent.storage.disk import DiskFile
-    from ecckpt.sim.hosts.agent import SimulatedAgent
 
 _ACTION_S = 0.01
-_PATIENCE_S = 5.0  # for reading what is on disk, at a start
-_STEPS = 12  # more than any action has
+_ADOPT_PATIENCE_S = 5.0  # a starting agent waits no longer than this for its disk
+_MOST_STEPS = 12  # more than any action has, so that a kill can also come after the last step
 
 
-class Hand:
-    """Does what the core wants of the disk."""
+class DiskHand:
+    """Performs the disk actions of one agent's core, in order, and reports each to the core.
 
-    def __init__(self, agent: SimulatedAgent, platter: Platter) -> None:
-        self._agent, self._platter = agent, platter
-        self._disk = Disk(Path(agent.node), node=agent.node, volume=platter)
+    ``tell`` hands an event to the core. Everything runs within ``actor``, the agent, so nothing
+    happens here while the agent is stalled.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        host: AgentHost,
+        platter: Platter,
+        *,
+        records: RunRecords,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._actor, self._host, self._platter = actor, host, platter
+        self._records, self._tell = records, tell
+        self._disk = Disk(Path(host.node), node=host.node, volume=platter)
         self._queue: deque[Behind] = deque()
         self._current: Behind | None = None
-        self._reading = False
+        self._adopting_late = False  # actions wait until the disk has been read
 
     def adopt(self) -> None:
-        """Enter what is there, now or, if that takes long, when it is read."""
+        """Take over the files on disk, at once if the disk answers fast enough.
+
+        Otherwise the agent starts without them and takes them over when they are read.
+        """
         delay_s = self._delay_s()
-        if delay_s < _PATIENCE_S:
+        if delay_s < _ADOPT_PATIENCE_S:
             self._adopt()
             return
-        self._reading = True
-        self._agent.host.cluster.witness.blinded(self._agent.host)
-        self._agent.core.ledgers.await_disk()
-        self._agent.world.after(delay_s, self._agent.reach, self._adopt_late)
+        self._adopting_late = True
+        self._host.witness.disk_unreadable(self._host)
+        self._records.await_disk()
+        self._actor.world.after(delay_s, self._actor.reach, self._adopt_late)
 
-    def take(self, action: Behind) -> None:
-        """Do it when what came before is done."""
+    def enqueue(self, action: Behind) -> None:
+        """Perform an action after those that were queued before it."""
         self._queue.append(action)
-        self._next()
+        self._begin_next()
 
     def read(self, file: DiskFile, offset: int, size_bytes: int) -> bytearray:
-        """Some bytes of a file, for whoever asks."""
+        """Some bytes of a file, for a peer's pull."""
         return bytearray(self._platter.view(file.path)[offset : offset + size_bytes])
 
-    def cut(self) -> None:
-        """The agent is killed: what it was doing stops at any step."""
+    def cut_off(self) -> None:
+        """Stop the current action at some step, because the agent is killed.
+
+        The steps before that one have taken effect on the platter.
+        """
         if self._current is not None:
-            self._platter.steps_left = self._platter.rng.randrange(_STEPS)
+            self._platter.steps_left = self._platter.rng.randrange(_MOST_STEPS)
             try:
-                self._result(self._current)
+                self._perform(self._current)
             except (Killed, EcckptError, OSError):
                 pass
             finally:
                 self._platter.steps_left = None
 
     def _adopt(self) -> None:
-        ledgers, host = self._agent.core.ledgers, self._agent.host
         try:
-            ledgers.adopt_disk(self._disk.adopt())
+            self._records.adopt_disk(self._disk.adopt())
         except OSError as error:
-            ledgers.lose_disk(str(error))
-            host.cluster.witness.blinded(host)
+            self._records.lose_disk(str(error))
+            self._host.witness.disk_unreadable(self._host)
         else:
-            host.cluster.witness.looked(host, ledgers)
+            self._host.witness.disk_adopted(self._host, self._records)
 
     def _adopt_late(self) -> None:
-        self._reading = False
+        self._adopting_late = False
         self._adopt()
-        self._next()
+        self._begin_next()
 
     def _delay_s(self) -> float:
         rng = self._platter.rng
         return rng.expovariate(1 / _ACTION_S) + rng.random() * self._platter.slow_s
 
-    def _next(self) -> None:
-        if self._queue and self._current is None and not self._reading:
+    def _begin_next(self) -> None:
+        if self._queue and self._current is None and not self._adopting_late:
             self._current = self._queue.popleft()
-            self._agent.world.after(self._delay_s(), self._agent.reach, self._do)
+            self._actor.world.after(self._delay_s(), self._actor.reach, self._finish_current)
 
-    def _do(self) -> None:
-        action, agent = self._current, self._agent
+    def _finish_current(self) -> None:
+        action = self._current
         assert action is not None
         event: Finished | Failed
         try:
-            event = Finished(action, self._result(action))
+            event = Finished(action, self._perform(action))
         except (EcckptError, OSError) as error:
             event = Failed(action, error)
         self._current = None
-        witness, host = agent.host.cluster.witness, agent.host
+        witness, host = self._host.witness, self._host
         match event:
             case Finished(Write(storing), file):
-                witness.written(host, file, storing.message)  # type: ignore[arg-type]
+                witness.disk_written(host, file, storing.message)  # type: ignore[arg-type]
             case Finished(Record(run), notes):
-                witness.recorded(host, run, notes)  # type: ignore[arg-type]
+                witness.disk_notes_written(host, run, notes)  # type: ignore[arg-type]
             case Finished(Remove(files)):
-                witness.removed(host, files)
-        agent.tell(event)
-        self._next()
+                witness.disk_removed(host, files)
+        self._tell(event)
+        self._begin_next()
 
-    def _result(self, action: Behind) -> object:
+    def _perform(self, action: Behind) -> object:
         match action:
             case Write():
                 return self._disk.write(action)
             case Remove():
                 self._disk.remove(action)
             case Record(run):
-                return self._disk.record(run, self._agent.core.ledgers.of(run).noted.lasting)
+                return self._disk.record(run, self._records.of(run).noted.lasting)
         return None

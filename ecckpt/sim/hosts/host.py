@@ -1,70 +1,33 @@
-"""A host: its memory, and the agent that runs on it, if one does."""
+"""A simulated host: its memory, its disk, and the agent that runs on it at times.
+
+The injector fails hosts and kills agents, the launcher starts ranks on hosts, and everything that
+sends a request to an agent does so with ``call`` or ``ask`` of the agent's host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ecckpt.agent.core.actions import Allocate, Begun, Discard, Event, Recycle
+from ecckpt.agent.core.actions import Begun
 from ecckpt.policy.survival import UNREADABLE_DISK
-from ecckpt.protocol.messages.disk import Store
 from ecckpt.sim.hosts.agent import SimulatedAgent
+from ecckpt.sim.hosts.interfaces import FragmentPuller, Witness
 from ecckpt.sim.hosts.memory import SimulatedTmpfs
 from ecckpt.sim.hosts.network import Answer, SimulatedNetwork
 from ecckpt.sim.hosts.platter import Platter
 from ecckpt.sim.world import Wait, World
 
 if TYPE_CHECKING:
-    from ecckpt.agent.core.run_record import Entry, RunNotes
     from ecckpt.agent.core.run_records import RunRecords
-    from ecckpt.agent.storage.disk import DiskFile
-
-
-class Witness(Protocol):
-    """Sees what agents do to files, and raises ``Violation`` where a promise is broken."""
-
-    def sealed(self, host: SimulatedHost, entry: Entry) -> None:
-        """A file is complete."""
-
-    def adopted(self, host: SimulatedHost, ledgers: RunRecords) -> None:
-        """A new agent has taken over what lay in its host's memory."""
-
-    def lost(self, host: SimulatedHost, *, disk: bool) -> None:
-        """A host is about to lose its memory, and perhaps its disk."""
-
-    def looked(self, host: SimulatedHost, ledgers: RunRecords) -> None:
-        """An agent has entered what is on its disk."""
-
-    def blinded(self, host: SimulatedHost) -> None:
-        """An agent could not read its disk."""
-
-    def written(self, host: SimulatedHost, file: DiskFile, message: Store) -> None:
-        """A file is said to be on disk."""
-
-    def removing(self, host: SimulatedHost, files: tuple[DiskFile, ...]) -> None:
-        """Files on disk are about to go."""
-
-    def removed(self, host: SimulatedHost, files: tuple[DiskFile, ...]) -> None:
-        """They are gone."""
-
-    def recorded(self, host: SimulatedHost, run: str, notes: RunNotes) -> None:
-        """An agent has written down on disk what it knows of a run."""
-
-    def going(self, host: SimulatedHost, action: Recycle | Discard) -> None:
-        """A region is about to be given up."""
-
-    def decided(self, host: SimulatedHost, event: Event) -> None:
-        """An agent has handled an event."""
-
-    def remembered(self, host: SimulatedHost, run: str, notes: RunNotes) -> None:
-        """An agent has written down what it knows of a run."""
-
-    def allocated(self, host: SimulatedHost, action: Allocate) -> None:
-        """A region was given to a task."""
 
 
 class SimulatedHost:
-    """One machine: its memory, and the agent that runs on it, if one does."""
+    """One machine.
+
+    Its memory outlives its agent, as tmpfs does. Its disk outlives the memory, unless the host
+    comes back as another machine.
+    """
 
     def __init__(self, node: str, domain: str, cluster: SimulatedCluster) -> None:
         self.node, self.domain = node, domain
@@ -72,48 +35,79 @@ class SimulatedHost:
         self.memory = SimulatedTmpfs(cluster.world.rng)
         self.platter = self._new_platter()
         self.agent: SimulatedAgent | None = None
-        self.on = True
+        self.on = True  # False from the loss of the host until it is back
+
+    @property
+    def world(self) -> World:
+        """Simulated time."""
+        return self.cluster.world
+
+    @property
+    def witness(self) -> Witness:
+        """The truth of the run that is current now."""
+        return self.cluster.witness
+
+    @property
+    def peers(self) -> dict[str, SimulatedHost]:
+        """All hosts of the cluster, by address."""
+        return self.cluster.hosts
+
+    @property
+    def puller(self) -> FragmentPuller:
+        """Pulls fragments to this host."""
+        return self.cluster.puller(self.node)
+
+    @property
+    def budget_bytes(self) -> int:
+        """How much of the host's memory a run may use."""
+        return self.cluster.budget_bytes
+
+    @property
+    def records(self) -> RunRecords | None:
+        """What the host's agent knows of runs; None while no agent runs."""
+        return self.agent.core.ledgers if self.agent is not None else None
 
     def start(self) -> None:
-        """Start the agent; it adopts what it finds."""
+        """Start the agent if the host is up; the agent adopts what is in memory and on disk."""
         if self.on and self.agent is None:
             self.agent = SimulatedAgent(self)
             self.agent.tell(Begun())
 
     def kill_agent(self) -> None:
-        """End the agent; the memory stays, and what it was writing to disk is cut off."""
+        """Kill the agent. The memory stays; a write to disk is cut off at some step."""
         if self.agent is not None:
             self.agent.kill()
-            if self.agent.hand is not None:
-                self.agent.hand.cut()
+            if self.agent.disk_hand is not None:
+                self.agent.disk_hand.cut_off()
             self.agent = None
 
-    def lose(self, *, disk: bool) -> None:
-        """End the host, and its memory with it; with its ``disk`` too, it comes back as another."""
+    def fail(self, *, disk: bool) -> None:
+        """Fail the host: it loses its agent and its memory.
+
+        With ``disk`` it loses its disk too, and comes back as another machine. Otherwise the disk
+        loses power.
+        """
         self.kill_agent()
         self.on = False
-        self.cluster.witness.lost(self, disk=disk)
-        self.memory = SimulatedTmpfs(self.cluster.world.rng)
+        self.witness.host_failing(self, disk=disk)
+        self.memory = SimulatedTmpfs(self.world.rng)
         if disk:
             self.platter = self._new_platter()
         elif self.platter is not None:
             self.platter.lose_power()
 
-    def _new_platter(self) -> Platter | None:
-        return Platter(self.cluster.world.rng) if self.cluster.disks else None
-
-    def tidy(self) -> None:
-        """What a person does with files that no agent can read: remove them."""
+    def remove_rejected_files(self) -> None:
+        """Remove the files that the agent could not read, as an operator would."""
         if self.agent is not None:
             rejected = self.agent.core.ledgers.rejected
-            for name in [each for each in rejected if each != UNREADABLE_DISK]:
+            for name in [name for name in rejected if name != UNREADABLE_DISK]:
                 del rejected[name]
-                self.memory.forget(name)
+                self.memory.delete(name)
                 if self.platter is not None and name.startswith("disk/"):
-                    self.platter.forget(name.removeprefix("disk/"))
+                    self.platter.delete(name.removeprefix("disk/"))
 
-    def see_to_disk(self) -> None:
-        """What a person does about a disk that could not be read: start the agent again."""
+    def restart_for_disk(self) -> None:
+        """Restart the agent if it could not read its disk, as an operator would."""
         if self.agent is not None and UNREADABLE_DISK in self.agent.core.ledgers.rejected:
             self.kill_agent()
             self.start()
@@ -121,7 +115,10 @@ class SimulatedHost:
     def call(
         self, source: str, handle: Callable[[SimulatedAgent, Answer], None], timeout_s: float
     ) -> Wait:
-        """A request to this host's agent from a node."""
+        """Send a request from the node ``source`` to this host's agent.
+
+        ``handle`` is called with the agent that runs when the request arrives, and answers it.
+        """
 
         def handled(answer: Answer) -> None:
             assert self.agent is not None
@@ -131,33 +128,39 @@ class SimulatedHost:
         return network.call(source, self.node, lambda: self.agent, handled, timeout_s=timeout_s)
 
     def ask(self, source: str, request: Any, timeout_s: float) -> Wait:
-        """A request that the core decides."""
+        """Send a request that the agent's core decides."""
         return self.call(source, lambda agent, answer: agent.tell(request, answer), timeout_s)
+
+    def _new_platter(self) -> Platter | None:
+        return Platter(self.world.rng) if self.cluster.disks else None
 
 
 class SimulatedCluster(Protocol):
-    """What a host knows of the others."""
+    """The cluster, as its hosts, the launcher and the injector see it."""
 
     @property
     def world(self) -> World:
-        """The clock."""
+        """Simulated time."""
 
     @property
     def network(self) -> SimulatedNetwork:
-        """The links."""
+        """The links between the hosts."""
 
     @property
     def witness(self) -> Witness:
-        """Who watches."""
+        """The truth of the run that is current now."""
 
     @property
     def hosts(self) -> dict[str, SimulatedHost]:
-        """All of them, by node."""
+        """All hosts, by node."""
 
     @property
     def disks(self) -> bool:
-        """Whether hosts have any."""
+        """Whether hosts have disks."""
 
     @property
     def budget_bytes(self) -> int:
-        """What a run may use of a host's memory."""
+        """How much of a host's memory a run may use."""
+
+    def puller(self, node: str) -> FragmentPuller:
+        """Something that pulls fragments to that node."""

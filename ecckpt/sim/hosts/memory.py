@@ -15,7 +15,7 @@ from ecckpt.errors import TmpfsFull
 from ecckpt.sim.hosts.platter import Platter
 
 if TYPE_CHECKING:
-    from ecckpt.sim.hosts.host import SimulatedHost
+    from ecckpt.sim.hosts.interfaces import AgentHost
 
 
 class SimulatedTmpfs(Platter):
@@ -73,7 +73,7 @@ class SimulatedTmpfs(Platter):
 class WitnessedRegionStore(RegionStore):
     """The region store of a simulated agent: the witness sees what it allocates and gives up."""
 
-    def __init__(self, host: SimulatedHost) -> None:
+    def __init__(self, host: AgentHost) -> None:
         super().__init__(Path(host.node), node=host.node, files=host.memory)
         self._host = host
 
@@ -81,10 +81,10 @@ class WitnessedRegionStore(RegionStore):
         """As the region store does, for a run."""
         region = super().allocate(action)
         self._host.memory.runs[str(region.path)] = action.run
-        self._host.cluster.witness.allocated(self._host, action)
+        self._host.witness.allocated(self._host, action)
         return region
 
     def let_go(self, action: Recycle | Discard) -> None:
         """As the region store does, after the witness has looked."""
-        self._host.cluster.witness.going(self._host, action)
+        self._host.witness.memory_freeing(self._host, action)
         super().let_go(action)

@@ -1,7 +1,8 @@
-"""A disk that is made up: what the real disk tier writes, with what a loss of power leaves of it.
+"""A simulated disk: a ``Volume`` of bytes that knows what a loss of power leaves of them.
 
-Files have what was written and how much of that was flushed; names are those seen now and those
-that were flushed. A loss of power keeps what was flushed, and of the rest what it likes.
+The real disk tier (agent/storage/disk.py) runs on it unchanged. A platter knows for each file how
+much of it was flushed, and which names were flushed. A loss of power keeps all that was flushed,
+and a random part of the rest.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from typing import Self
 from ecckpt.agent.storage.volume import Draft
 from ecckpt.memory.buffers import Buffer
 
-_SIZE_BYTES = 1 << 40
+_SIZE_BYTES = 1 << 40  # more than any simulated run writes
 
 
 class Killed(BaseException):
-    """The process that used the disk is gone, at this very step."""
+    """The process that uses the disk is killed at this step."""
 
 
 @dataclass(eq=False, slots=True)
 class Inode:
-    """A file: its bytes, of which the first ``flushed_bytes`` survive a loss of power."""
+    """A file. Its first ``flushed_bytes`` bytes survive a loss of power."""
 
     data: bytearray = field(default_factory=bytearray)
     flushed_bytes: int = 0
 
 
 class _Draft:
+    """A ``Draft`` on a platter: a file that is being written."""
+
     def __init__(self, volume: Platter, inode: Inode) -> None:
         self._volume, self._inode = volume, inode
 
@@ -51,6 +54,7 @@ class _Draft:
         try:
             self._volume.step()
         except Killed:
+            # A kill in the middle of write(2) leaves a prefix of the data.
             raw = raw[: self._volume.rng.randrange(len(raw) + 1)]
             self._inode.data += raw
             raise
@@ -66,9 +70,11 @@ class _Draft:
 
 
 class Platter:
-    """A ``Volume``. ``full`` and ``sick`` make every step fail that they can.
+    """A simulated disk of one host.
 
-    ``steps_left``: after so many more, whoever uses it is killed.
+    While ``full``, writes fail with ENOSPC. While ``sick``, every step fails with EIO. ``slow_s``
+    is the most that the disk adds to an action. After ``steps_left`` more steps the process that
+    uses the disk is killed; None: never.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -76,66 +82,67 @@ class Platter:
         self.full = self.sick = False
         self.slow_s = 0.0
         self.steps_left: int | None = None
-        self._names: dict[Path, Inode] = {}
-        self._flushed: dict[Path, Inode] = {}
+        self._names: dict[Path, Inode] = {}  # as a process sees them
+        self._flushed: dict[Path, Inode] = {}  # as they are certain to be after a loss of power
 
-    # -- as the tier sees it ----------------------------------------------------------------------
+    # -- the Volume that the disk tier uses -------------------------------------------------------
 
     def make_folder(self, folder: Path) -> None:
-        """Folders need not be made here."""
+        """Nothing to do: folders exist as soon as a file is in them."""
         self.step()
 
     def found(self, folder: Path, suffix: str) -> list[Path]:
-        """Names in a folder that end so."""
+        """The files of a folder whose names end so."""
         self.step()
-        there = (path for path in self._names if path.parent == folder)
-        return sorted(path for path in there if path.name.endswith(suffix))
+        in_folder = (path for path in self._names if path.parent == folder)
+        return sorted(path for path in in_folder if path.name.endswith(suffix))
 
     def is_file(self, path: Path) -> bool:
-        """Whether it is there."""
+        """Whether the file exists."""
         return path in self._names
 
     def size_bytes(self, path: Path) -> int:
-        """Its length."""
+        """The length of the file."""
         return len(self._inode(path).data)
 
     def read(self, path: Path, offset: int, size_bytes: int) -> bytes:
-        """Some of it."""
+        """Some bytes of a file."""
         self.step()
         return bytes(self._inode(path).data[offset : offset + size_bytes])
 
     def draft(self, path: Path, size_bytes: int = 0) -> Draft:
-        """Begin a file."""
+        """Create a file, in place of one of the same name."""
         self.step()
         self.check_room(size_bytes)
         self._names[path] = inode = Inode()
         return _Draft(self, inode)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Give it another name."""
+        """Rename a file, in place of one with the new name."""
         self.step()
         self._names[target] = self._names.pop(path)
 
     def remove(self, path: Path) -> None:
-        """Remove it."""
+        """Remove a file if it exists."""
         self.step()
         self._names.pop(path, None)
 
     def flush_names(self, folder: Path) -> None:
-        """Names in a folder survive from now on."""
+        """Make the names in a folder survive a loss of power, as fsync of the folder does."""
         self.step()
-        self._flushed = {path: at for path, at in self._flushed.items() if path.parent != folder}
-        self._flushed |= {path: at for path, at in self._names.items() if path.parent == folder}
+        elsewhere = {p: inode for p, inode in self._flushed.items() if p.parent != folder}
+        here = {path: inode for path, inode in self._names.items() if path.parent == folder}
+        self._flushed = elsewhere | here
 
     def room(self, folder: Path) -> tuple[int, int]:
-        """All of it, and what is free."""
+        """The size of the disk, and how much of it is free."""
         self.step()
         return _SIZE_BYTES, 0 if self.full else _SIZE_BYTES
 
-    # -- as faults see it -------------------------------------------------------------------------
+    # -- for faults, operators and the truth ------------------------------------------------------
 
     def step(self) -> None:
-        """Something is asked of it."""
+        """Count one step; raise what a kill or a sick disk raises at it."""
         if self.steps_left is not None:
             if not self.steps_left:
                 raise Killed
@@ -144,26 +151,26 @@ class Platter:
             raise OSError(errno.EIO, "input/output error")
 
     def check_room(self, size_bytes: int) -> None:
-        """Whether so much can be written."""
+        """Raise ``OSError`` if this many bytes cannot be written."""
         if self.full and size_bytes:
             raise OSError(errno.ENOSPC, "no space left on device")
 
-    def lasts(self, path: Path) -> bool:
-        """Whether a file would survive a loss of power as it is."""
+    def is_durable(self, path: Path) -> bool:
+        """Whether a file is sure to survive a loss of power in full."""
         inode = self._names.get(path)
         whole = inode is not None and inode.flushed_bytes == len(inode.data)
         return whole and self._flushed.get(path) is inode
 
     def may_have(self, path: Path) -> bool:
-        """Whether a file is there, or may be after a loss of power."""
+        """Whether a file exists, or may exist again after a loss of power."""
         return path in self._names or path in self._flushed
 
     def view(self, path: Path) -> memoryview:
-        """The bytes of a file, to let them rot."""
+        """The bytes of a file, writable so that they can rot."""
         return memoryview(self._inode(path).data)
 
     def used_bytes(self, run: str) -> int:
-        """What lies there of a run."""
+        """How many bytes the files of a run have."""
         names = ((path.name, inode) for path, inode in self._names.items())
         return sum(len(inode.data) for name, inode in names if name.startswith(f"{run}@"))
 
@@ -173,21 +180,22 @@ class Platter:
         return memoryview(data)
 
     def mend(self) -> None:
-        """It is well again; what is on it stays as it is."""
+        """End all faults of the disk. Rotten bytes stay rotten."""
         self.full = self.sick = False
         self.slow_s = 0.0
 
-    def forget(self, name: str) -> None:
-        """A person removes files of that name."""
-        for path in [each for each in self._names if each.name == name]:
+    def delete(self, name: str) -> None:
+        """Remove all files of that name, as an operator would."""
+        for path in [path for path in self._names if path.name == name]:
             self.remove(path)
             self._flushed.pop(path, None)
 
     def lose_power(self) -> None:
-        """Of what was not flushed, some is left."""
+        """Keep what was flushed, and a random part of what was not."""
         self.steps_left = None
         names: dict[Path, Inode] = {}
         for path in {**self._flushed, **self._names}:
+            # A name whose folder was not flushed may have reached the disk or not.
             choices = [self._flushed.get(path), self._names.get(path)]
             inode = self.rng.choice(choices) if choices[0] is not choices[1] else choices[0]
             if inode is not None:
@@ -197,9 +205,11 @@ class Platter:
         self._names, self._flushed = names, dict(names)
 
     def _tear(self, inode: Inode) -> None:
+        """Cut the unflushed end of a file at a random place, or replace it by zeros."""
         unflushed_bytes = len(inode.data) - inode.flushed_bytes
         if unflushed_bytes:
             kept = inode.flushed_bytes + self.rng.randrange(unflushed_bytes + 1)
+            # A file system may have written the length before the data: zeros are left then.
             zeros = self.rng.choice([0, len(inode.data) - kept])
             inode.data[kept:] = bytes(zeros)
             inode.flushed_bytes = len(inode.data)

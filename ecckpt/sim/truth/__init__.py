@@ -1,1 +1,1 @@
-"""What is really there, and what was promised: violations are found here."""
+"""What really exists in a simulated cluster, what was promised of it, and the checks of both."""

@@ -1,17 +1,20 @@
-"""How often what is promised was put to the test."""
+"""Counters of how often a simulation put a promise to the test."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Counts:
-    """Of one run, or of many.
+    """Of one run, or summed over several.
 
-    ``restores`` are starts that went on, new ones included; ``roll_backs`` those of them that
-    somebody named a generation for, ``reshaped`` those on another number of ranks than had saved.
-    ``stored`` are generations that all were told are on disk.
+    Attributes:
+        commits: generations that were committed.
+        restores: sessions whose ranks went on, including those from scratch.
+        roll_backs: of these, the ones for which a generation was named.
+        reshaped: of these, the ones on another number of ranks than had saved.
+        stored: generations that agents were told are on disk everywhere.
     """
 
     commits: int = 0
@@ -21,7 +24,7 @@ class Counts:
     stored: int = 0
 
     def add(self, other: Counts) -> None:
-        """Count those of another run as well."""
+        """Add the counts of another run."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 

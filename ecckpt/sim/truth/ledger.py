@@ -1,191 +1,178 @@
-"""What is really there, and what was promised. Raises ``Violation`` where the two differ.
+"""The truth of a run: what really exists, compared with what was promised of it.
 
-It sees every file that agents complete and give up, every fault, every commit and every restore,
-and believes nothing that the agents say of themselves.
+``Truth`` raises ``Violation`` where the two differ. It is the ``Witness`` of all agents, and is
+told of every fault, save and restore. It follows each file that agents complete and free, and uses
+nothing that agents say of themselves.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ecckpt.agent.core.actions import Allocate, Discard, Event, Recycle
-from ecckpt.agent.core.run_record import Entry, RunNotes
-from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.client.restore.protocol import Wanted
-from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.save import Commit
 from ecckpt.sim.run_config import Rules
 from ecckpt.sim.truth.counts import Counts
-from ecckpt.sim.truth.disk import TruthDisk, name_of
-from ecckpt.sim.truth.pieces import TruthPiece, TruthPieces, promised_losses, restorable, whole
-from ecckpt.sim.truth.rollbacks import Choices
+from ecckpt.sim.truth.disk import TruthDisk
+from ecckpt.sim.truth.loads import LoadedPart, TruthLoads, TruthStart
+from ecckpt.sim.truth.pieces import (
+    TruthPiece,
+    TruthPieces,
+    is_restorable,
+    is_whole,
+    unexpected_loss,
+)
+from ecckpt.sim.truth.rollbacks import TruthRollBacks
+from ecckpt.sim.truth.saves import TruthSaves
 from ecckpt.sim.truth.violation import Violation
 
 if TYPE_CHECKING:
+    from ecckpt.agent.core.run_record import Entry, RunNotes
+    from ecckpt.agent.core.run_records import RunRecords
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.regions import Region
-    from ecckpt.sim.hosts.host import SimulatedHost
-
-_REMEMBERED = 4  # generations of whose bytes a copy is kept, beyond the safe one
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPart:
-    """Some bytes of a shard, from ``start`` on, that a rank goes on from."""
-
-    shard: ShardId
-    start: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TruthStart:
-    """One start of a run: so many ranks, of one session, on one timeline."""
-
-    timeline: int
-    session: str
-    ranks: int
-
-
-@dataclass(slots=True)
-class Loaded:
-    """What the ranks of a start have loaded so far."""
-
-    generation: Generation
-    saved_bytes: int
-    ranks: int = 0
-    bytes: int = 0
+    from ecckpt.sim.hosts.interfaces import HostView
 
 
 class Truth:
-    """Of one run; ``strict``: nothing but disks can fail, so no save may."""
+    """Of one run.
+
+    ``safe`` is the generation that a restart must not fall behind: the newest committed one, or the
+    one that the last restore went on from. With ``strict`` only disks fail, so no save may fail.
+    """
 
     def __init__(self, run: str, rules: Rules, *, strict: bool) -> None:
         self.run = run
         self.safe: Generation | None = None
         self.counts = Counts()
-        self._least, self._strict = rules.least, strict
-        self._ranks: dict[Generation, int] = {}
-        self._saved: dict[ShardId, bytes] = {}
+        self._strict = strict
+        self._saves = TruthSaves(run, rules.least)
+        self._shards = self._saves.shards
         self._pieces = TruthPieces()
-        self._stored = TruthDisk(run, rules)
-        self._choices = Choices()
-        self._sealed: dict[ShardId, set[int]] = defaultdict(set)
-        self._owed: dict[ShardId, list[TruthPiece]] = {}
+        self._disk = TruthDisk(run, rules)
+        self._roll_backs = TruthRollBacks()
+        # The pieces of each shard at its commit, or when a timeline last began at its generation.
+        self._promised: dict[ShardId, list[TruthPiece]] = {}
         self._committed: set[Generation] = set()
         self._timeline = 0
-        self._begun_at: Generation | None = None
-        self._decided: Generation | None = None  # to go on from, which agents may know before us
-        self._loaded: dict[TruthStart, Loaded] = {}
-        self._assigned: set[Region] = set()
-        self._claims: dict[Generation, set[bytes]] = defaultdict(set)
+        self._begun_at: Generation | None = None  # what the newest timeline went on from
+        # The same, from the moment that rank 0 decides it. Agents may know it before
+        # ``timeline_begun`` is called, or although that is never called.
+        self._decided: Generation | None = None
+        self._loads = TruthLoads()
+        self._assigned: set[Region] = set()  # regions that hold tensors of a rank
 
-    # -- what agents do ---------------------------------------------------------------------------
+    # -- the Witness of agents and hosts ----------------------------------------------------------
 
-    def sealed(self, host: SimulatedHost, entry: Entry) -> None:
-        """A file is complete."""
+    def sealed(self, host: HostView, entry: Entry) -> None:
+        """A file in memory is complete."""
         if entry.header.shard.run != self.run:
             return
         self._pieces.add(TruthPiece(host.node, entry.region.name, entry.header))
-        self._sealed[entry.header.shard].add(entry.header.index)
+        self._saves.sealed(entry.header.shard, entry.header.index)
 
-    def going(self, host: SimulatedHost, action: Recycle | Discard) -> None:
-        """A region is about to be given up: the safe generation must not need it."""
+    def memory_freeing(self, host: HostView, action: Recycle | Discard) -> None:
+        """A region is about to be freed: the safe generation must remain restorable.
+
+        A region with tensors of a rank may be discarded, but not recycled: another task would
+        overwrite the tensors.
+        """
         if isinstance(action, Recycle) and action.region in self._assigned:
-            text = f"{host.node} recycles {action.region.name}, where tensors of a rank lie"
+            text = f"{host.node} recycles {action.region.name}, which holds tensors of a rank"
             raise Violation("bytes", text)
         piece = self._pieces.find(host.node, action.region.name)
         if piece is None:
             return
         shard = piece.header.shard
-        before = restorable(self._pieces.of(shard))
+        before = is_restorable(self._pieces.of(shard))
         self._pieces.pop(host.node, action.region.name)
-        if not before or shard.generation != self.safe or self._told_to() is not None:
+        if not before or shard.generation != self.safe or self._pending_decision() is not None:
             return
-        if not restorable(self._pieces.of(shard)):
-            raise Violation(
-                "retention", f"{host.node} gave up the last of {shard}, which nothing replaces"
-            )
+        if not is_restorable(self._pieces.of(shard)):
+            text = f"{host.node} freed a piece without which {shard} cannot be restored"
+            raise Violation("retention", text)
 
-    def adopted(self, host: SimulatedHost, ledgers: RunRecords) -> None:
-        """What an agent could not read again is gone, as far as it is concerned."""
-        known = {entry.region.name for entry in ledgers.look(self.run).entries.values()}
-        for piece in [each for each in self._pieces.on(host.node) if each.name not in known]:
+    def memory_adopted(self, host: HostView, records: RunRecords) -> None:
+        """A new agent must know all files in memory that are right."""
+        known = {entry.region.name for entry in records.look(self.run).entries.values()}
+        unknown = [piece for piece in self._pieces.on(host.node) if piece.name not in known]
+        for piece in unknown:
             self._pieces.pop(host.node, piece.name)
             if not piece.rotten:
-                raise Violation("adoption", f"{host.node} did not take over {piece.header.shard}")
+                raise Violation("adoption", f"{host.node} did not adopt {piece.header.shard}")
 
-    def decided(self, host: SimulatedHost, event: Event) -> None:
-        """An agent has handled an event: no commit of a writer that is fenced off."""
+    def event_handled(self, host: HostView, event: Event) -> None:
+        """An agent has handled an event: it must not accept a commit of a fenced writer.
+
+        A commit or ``Retain`` of the current timeline is counted.
+        """
         if isinstance(event, Retain) and event.run == self.run:
             if event.writer >= self._timeline:
                 shards = self._shards(event.generations[-1])
-                self.counts.stored += self._stored.retained(event, shards)
+                self.counts.stored += self._disk.retention_told(event, shards)
             return
         if not isinstance(event, Commit) or event.run != self.run:
             return
-        assert host.agent is not None
-        fence = host.agent.core.ledgers.look(self.run).fence
+        assert host.records is not None
+        fence = host.records.look(self.run).fence
         if event.generation.timeline < fence:
-            raise Violation("fencing", f"{host.node}, fenced at {fence}, took {event.generation}")
+            text = f"{host.node} is fenced at {fence} and accepted {event.generation}"
+            raise Violation("fencing", text)
         if event.generation.timeline >= self._timeline:
             self._commit(event.generation)
 
-    def remembered(self, host: SimulatedHost, run: str, notes: RunNotes) -> None:
-        """An agent has written down what it knows of a run."""
+    def notes_written(self, host: HostView, run: str, notes: RunNotes) -> None:
+        """An agent has written to tmpfs what it knows of a run."""
         if run == self.run:
-            self._choices.noted(host.node, notes.roll_backs)
+            self._roll_backs.written_to_memory(host.node, notes.roll_backs)
 
-    def allocated(self, host: SimulatedHost, action: Allocate) -> None:
-        """A region was given to a task: what the run occupies is within its budget."""
+    def allocated(self, host: HostView, action: Allocate) -> None:
+        """A region was allocated: the run must stay within its budget."""
         used_bytes = host.memory.used_bytes(action.run)
-        budget_bytes = host.cluster.budget_bytes
-        if used_bytes > budget_bytes:
-            raise Violation("budget", f"{host.node}: {used_bytes} of {budget_bytes} bytes")
+        if used_bytes > host.budget_bytes:
+            text = f"{host.node} uses {used_bytes} bytes, the budget is {host.budget_bytes}"
+            raise Violation("budget", text)
 
-    def written(self, host: SimulatedHost, file: DiskFile, message: Store) -> None:
-        """A file is said to be on disk."""
-        self._stored.written(host, file, message)
+    def disk_written(self, host: HostView, file: DiskFile, message: Store) -> None:
+        """An agent reports a file as written to disk."""
+        self._disk.disk_written(host, file, message)
 
-    def looked(self, host: SimulatedHost, ledgers: RunRecords) -> None:
-        """An agent has entered what is on its disk."""
-        self._stored.looked(host, ledgers)
+    def disk_adopted(self, host: HostView, records: RunRecords) -> None:
+        """An agent has taken over the files on its disk."""
+        self._disk.disk_adopted(host, records)
 
-    def blinded(self, host: SimulatedHost) -> None:
+    def disk_unreadable(self, host: HostView) -> None:
         """An agent does not know what is on its disk."""
-        self._stored.blinded(host)
+        self._disk.disk_unreadable(host)
 
-    def removing(self, host: SimulatedHost, files: Iterable[DiskFile]) -> None:
-        """Files on disk are about to go."""
-        self._stored.removing(host, files, self._choices.left)
+    def disk_removing(self, host: HostView, files: Iterable[DiskFile]) -> None:
+        """An agent is about to remove files from its disk."""
+        self._disk.disk_removing(host, files, self._roll_backs.was_abandoned)
 
-    def removed(self, host: SimulatedHost, files: Iterable[DiskFile]) -> None:
-        """They are gone."""
-        self._stored.removed(host, files)
+    def disk_removed(self, host: HostView, files: Iterable[DiskFile]) -> None:
+        """An agent has tried to remove files from its disk."""
+        self._disk.disk_removed(host, files)
 
-    def recorded(self, host: SimulatedHost, run: str, notes: RunNotes) -> None:
-        """An agent has written down on disk what it knows of a run."""
+    def disk_notes_written(self, host: HostView, run: str, notes: RunNotes) -> None:
+        """An agent has written to disk what it knows of a run."""
         if run == self.run:
-            self._choices.recorded(host.node, notes.roll_backs)
+            self._roll_backs.written_to_disk(host.node, notes.roll_backs)
 
-    # -- what faults do ---------------------------------------------------------------------------
-
-    def lost(self, host: SimulatedHost, *, disk: bool) -> None:
-        """A host's memory is gone, and with ``disk`` its disk."""
-        self._choices.forgotten(host.node, disk=disk)
+    def host_failing(self, host: HostView, *, disk: bool) -> None:
+        """A host loses its memory, and with ``disk`` also its disk."""
+        self._roll_backs.host_lost(host.node, disk=disk)
         if disk:
-            self._stored.lost(host)
+            self._disk.disk_lost(host)
         for piece in self._pieces.on(host.node):
             self._pieces.pop(host.node, piece.name)
 
-    def rot(self, rng: Random, hosts: Mapping[str, SimulatedHost]) -> None:
-        """Flip a bit of some complete file."""
+    def rot(self, rng: Random, hosts: Mapping[str, HostView]) -> None:
+        """Flip a bit of a random complete file in memory."""
 
         def view(piece: TruthPiece) -> memoryview:
             region = hosts[piece.node].memory.named(piece.name)
@@ -194,224 +181,222 @@ class Truth:
 
         self._pieces.rot(rng, view)
 
-    def rot_disk(self, rng: Random, hosts: Mapping[str, SimulatedHost]) -> None:
-        """Flip a bit of some file on a disk."""
+    def rot_disk(self, rng: Random, hosts: Mapping[str, HostView]) -> None:
+        """Flip a bit of a random file on a disk."""
+        self._disk.rot(rng, hosts)
 
-        def view(piece: TruthPiece) -> memoryview:
-            platter = hosts[piece.node].platter
-            assert platter is not None
-            return platter.view(name_of(piece))
+    # -- reports of ranks that save ---------------------------------------------------------------
 
-        self._stored.pieces.rot(rng, view)
+    def slot_writing(self, host: HostView, region: Region) -> None:
+        """A rank is about to write into a slot that it mapped, perhaps long ago.
 
-    # -- what trainers do -------------------------------------------------------------------------
-
-    def writes(self, host: SimulatedHost, region: Region) -> None:
-        """A rank writes into a slot that it was given, perhaps long ago."""
+        The slot must not be a complete file by now.
+        """
         piece = self._pieces.find(host.node, region.name)
         if piece is not None and host.memory.named(region.name) is region:
-            raise Violation("bytes", f"{host.node}: a slot is written that is {piece.header.shard}")
+            raise Violation("bytes", f"{host.node}: a rank overwrites {piece.header.shard}")
 
-    def saved(self, shard: ShardId, data: bytes, ranks: int) -> None:
-        """One of so many ranks has put these bytes into its slot."""
-        self._saved[shard] = data
-        self._ranks[shard.generation] = ranks
+    def state_saved(self, shard: ShardId, data: bytes, *, ranks: int, claim: bytes | None) -> None:
+        """A rank, one of ``ranks``, has copied these bytes into its slot.
 
-    def claimed(self, shard: ShardId, digest: bytes) -> None:
-        """A rank has saved what it says that all ranks have."""
-        self._claims[shard.generation].add(digest)
+        ``claim`` is the digest of the tensors in it that the rank declares replicated, if any.
+        """
+        self._saves.saved(shard, data, ranks)
+        if claim is not None:
+            self._saves.claimed(shard, claim)
 
-    def failed(self, shard: ShardId, error: Exception) -> None:
-        """A save was given up."""
+    def save_failed(self, shard: ShardId, error: Exception) -> None:
+        """A save was given up, which must not happen while only disks fail."""
         if self._strict and shard.run == self.run:
-            raise Violation("disk", f"{shard} was not saved, and only disks failed: {error}")
+            raise Violation("disk", f"{shard} was not saved though only disks failed: {error}")
 
-    def committed(self, host: SimulatedHost, generation: Generation) -> None:
-        """A trainer on that host was told that a generation is committed."""
-        fenced = host.agent and host.agent.core.ledgers.look(self.run).fence >= self._timeline
-        left = self._begun_at is None or generation > self._begun_at
+    def commit_reported(self, host: HostView, generation: Generation) -> None:
+        """A rank on that host was told that a generation is committed.
+
+        That must not happen if the host's agent was fenced by a timeline that began at something
+        older.
+        """
+        # Before this host's agent was fenced, an older session may rightly have committed.
+        records = host.records
+        fenced = records is not None and records.look(self.run).fence >= self._timeline
+        discarded = self._begun_at is None or generation > self._begun_at
         if generation.timeline >= self._timeline:
             self._commit(generation)
-        elif fenced and left and generation not in self._committed:
+        elif fenced and discarded and generation not in self._committed:
             raise Violation(
                 "fencing",
                 f"{generation} was committed after timeline {self._timeline} "
-                f"had gone back to {self._begun_at}",
+                f"began at {self._begun_at}",
             )
 
     def _commit(self, generation: Generation) -> None:
+        """A generation is committed for the first time: its shards must have enough fragments."""
         if generation in self._committed:
             return
         self._committed.add(generation)
         self.counts.commits += 1
-        if len(self._claims[generation]) > 1:
-            raise Violation("replicas", f"{generation} was committed, and its ranks disagree")
+        self._saves.check_commit(generation)
         for shard in self._shards(generation):
-            fragments = self._sealed[shard] - {HOME}
-            if shard not in self._saved or len(fragments) < self._least:
-                raise Violation(
-                    "commit", f"{shard} had {len(fragments)} fragments of {self._least} ever"
-                )
-            self._owed[shard] = self._pieces.of(shard)
+            self._promised[shard] = self._pieces.of(shard)
         if self.safe is None or generation > self.safe:
             self.safe = generation
-            self._forget()
+            self._forget_old()
 
-    def chosen(
+    # -- reports of ranks that restore ------------------------------------------------------------
+
+    def plan_chosen(
         self, generation: Generation | None, answering: Collection[str], wanted: Wanted
     ) -> None:
-        """A plan was made from what these nodes say: the safe generation, if they have it.
+        """Rank 0 has planned a restore from the answers of these nodes.
 
-        Unless somebody chose; and what somebody left on purpose only then.
+        The choice must be at least the safe generation if these nodes have it, and must not be one
+        that a roll-back abandons. A caller who named a generation may choose any.
         """
-        if wanted.named or (generation is not None and generation == self._told_to()):
+        if wanted.named or (generation is not None and generation == self._pending_decision()):
             return
-        if generation is not None and (left := self._choices.abandoned(generation, answering)):
-            raise Violation("roll-back", f"{generation} was chosen, after going back to {left}")
-        self._check_stored(generation, answering)
+        if generation is not None:
+            roll_back = self._roll_backs.abandoned(generation, answering)
+            if roll_back is not None:
+                text = f"{generation} was chosen, which {roll_back} abandons"
+                raise Violation("roll-back", text)
+        self._check_disk(generation, answering)
         if self.safe is None or (generation is not None and generation >= self.safe):
             return
-        if self._choices.abandoned(self.safe, answering):
-            return  # whoever was told that it is wanted again is away
-        for shard in self._reach(self.safe, answering, instead_of=generation):
-            if self._told_to() is None:
+        if self._roll_backs.abandoned(self.safe, answering):
+            return  # a later roll-back wants it again, but only unreachable agents know of that one
+        for shard in self._lost_shards(self.safe, answering, instead_of=generation):
+            if self._pending_decision() is None:
                 self._check_margin(shard, answering)
 
-    def _told_to(self) -> Generation | None:
-        """What agents may have been told to go on from by a start that then died."""
+    def _pending_decision(self) -> Generation | None:
+        """The generation that a restore decided on, if ``timeline_begun`` did not follow.
+
+        The restore may have died after some agents were told, so a later restart may go on from it.
+        """
         return self._decided if self._decided != self._begun_at else None
 
-    def _check_stored(self, generation: Generation | None, answering: Collection[str]) -> None:
-        """What agents were told is on disk: the newest is chosen, or something newer."""
-        told = [e for e in self._stored.told if not self._choices.abandoned(e, answering)]
+    def _check_disk(self, generation: Generation | None, answering: Collection[str]) -> None:
+        """The choice must be at least the newest generation that agents were told is on disk."""
+        abandoned = self._roll_backs.abandoned
+        told = [stored for stored in self._disk.told if not abandoned(stored, answering)]
         if told and (generation is None or generation < told[-1]):
-            for shard in self._reach(told[-1], answering, instead_of=generation):
-                self._stored.check_margin(shard, answering)
+            for shard in self._lost_shards(told[-1], answering, instead_of=generation):
+                self._disk.check_margin(shard, answering)
 
-    def _reach(
+    def _lost_shards(
         self, wanted: Generation, nodes: Collection[str], *, instead_of: Generation | None
     ) -> list[ShardId]:
-        """The shards that those nodes lack; if that is none, it should have been chosen."""
-        lost = [each for each in self._shards(wanted) if not self._restorable(each, nodes)]
-        if not lost and self._shards(wanted):
-            text = f"{instead_of} was chosen, {wanted} could be restored"
+        """The shards of ``wanted`` that cannot be restored from these nodes.
+
+        If there are none, ``wanted`` should have been chosen.
+        """
+        shards = self._shards(wanted)
+        lost = [shard for shard in shards if not self._is_restorable(shard, nodes)]
+        if shards and not lost:
+            text = f"{instead_of} was chosen though {wanted} could be restored"
             raise Violation("recovery", text)
         return lost
 
-    def refused(self, generation: Generation, answering: Collection[str], why: str) -> None:
-        """All ranks pass over a generation: not the safe one while it could be had."""
+    def generation_refused(
+        self, generation: Generation, answering: Collection[str], why: str
+    ) -> None:
+        """All ranks pass over a generation: not over the safe one if that can be restored."""
         if generation == self.safe and all(
-            self._restorable(shard, answering) for shard in self._shards(generation)
+            self._is_restorable(shard, answering) for shard in self._shards(generation)
         ):
-            raise Violation("recovery", f"{generation} was refused and is there: {why}")
+            text = f"{generation} was refused though it could be restored: {why}"
+            raise Violation("recovery", text)
 
-    def loaded(
+    def rank_loaded(
         self, start: TruthStart, rank: int, generation: Generation, parts: Iterable[LoadedPart]
     ) -> None:
-        """A rank goes on from these bytes."""
-        if start not in self._loaded:
-            saved_bytes = sum(len(self._saved[each]) for each in self._shards(generation))
-            self._loaded[start] = Loaded(generation, saved_bytes)
-        loaded = self._loaded[start]
-        for part in parts:
-            saved = self._saved.get(part.shard, b"")
-            if saved[part.start : part.start + len(part.data)] != part.data:
-                raise Violation("bytes", f"{part.shard} is not what was saved")
-            if part.shard.generation != generation:
-                raise Violation("mixed", f"rank {rank} of {start} read {part.shard}")
-            loaded.bytes += len(part.data)
-        if loaded.generation != generation:
-            raise Violation("mixed", f"rank {rank} of {start} loaded {generation}")
-        loaded.ranks += 1
-        if loaded.ranks == start.ranks:  # all that was saved, whoever has which part of it
-            if loaded.bytes != loaded.saved_bytes:
-                text = f"{start} has {loaded.bytes} of {loaded.saved_bytes} bytes"
-                raise Violation("bytes", text)
-            self.counts.reshaped += self._ranks[generation] != start.ranks
+        """A rank goes on from these bytes, which must be what was saved."""
+        last = self._loads.add(
+            start,
+            rank,
+            parts,
+            generation=generation,
+            saved=self._saves.contents,
+            shards=self._shards(generation),
+        )
+        self.counts.reshaped += last and self._saves.ranks[generation] != start.ranks
 
-    def assigned(self, region: Region) -> None:
-        """A rank has tensors in there: it may be given back, and never taken again."""
+    def tensors_assigned(self, region: Region) -> None:
+        """A rank keeps tensors in this region: it may be discarded, never recycled."""
         self._assigned.add(region)
 
-    def decides(self, timeline: int, generation: Generation, *, on_purpose: bool) -> None:
-        """All ranks can have it, and agents are about to hear that they go on from it.
+    def restore_decided(self, timeline: int, generation: Generation, *, on_purpose: bool) -> None:
+        """All ranks can load the generation, and agents are about to be told of it.
 
-        ``on_purpose``: somebody named it. Whoever hears so holds to it, even if this start ends
-        before all have heard.
+        ``on_purpose``: it was asked for by name. An agent that is told so records the roll-back,
+        even if this restore dies before it has told all agents.
         """
         self._decided = generation
         if on_purpose:
-            self._choices.made(timeline, generation)
+            self._roll_backs.add(timeline, generation)
 
-    def begins(
+    def timeline_begun(
         self, timeline: int, generation: Generation | None, *, on_purpose: bool = False
     ) -> None:
-        """All ranks have what they go on from; ``on_purpose``: somebody named it."""
+        """All ranks have loaded what they go on from; ``on_purpose``: it was asked for by name."""
         if timeline < self._timeline:
-            return  # stopped in between, and fenced off without knowing
-        # An equal one begins where all who answer have lost their memory, and the others are away.
+            return  # rank 0 was stalled and does not know yet that a newer session fenced it off
+        # An equal timeline may begin where all agents that answer have lost their memory and all
+        # others are unreachable.
         self._timeline, self._begun_at = timeline, generation
         self._decided = generation
         self.counts.roll_backs += on_purpose
         self.safe = generation
         self.counts.restores += 1
-        for shard in [each for each in self._owed if each.generation == generation]:
-            self._owed[shard] = self._pieces.of(shard)
+        for shard in [shard for shard in self._promised if shard.generation == generation]:
+            self._promised[shard] = self._pieces.of(shard)
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------
 
     def is_lost(self) -> bool:
-        """Whether no host has the safe generation any more, nor what was told to be on disk."""
+        """Whether no host has the safe generation any more, nor the newest that is on disk."""
         promised = [self.safe] if self.safe is not None else []
-        promised += self._stored.told[-1:]
+        promised += self._disk.told[-1:]
         return bool(promised) and not any(
-            all(self._restorable(shard) for shard in self._shards(each)) for each in promised
+            all(self._is_restorable(shard) for shard in self._shards(generation))
+            for generation in promised
         )
 
     def is_whole(self) -> bool:
-        """Whether every piece of the safe generation is there, and right."""
+        """Whether all pieces of the safe generation exist and are right."""
         return self.safe is not None and all(
-            whole(self._pieces.of(shard)) for shard in self._shards(self.safe)
+            is_whole(self._pieces.of(shard)) for shard in self._shards(self.safe)
         )
 
-    def _shards(self, generation: Generation) -> list[ShardId]:
-        ranks = self._ranks.get(generation, 0)
-        return [ShardId(self.run, generation, rank) for rank in range(ranks)]
-
-    def _restorable(self, shard: ShardId, nodes: Collection[str] | None = None) -> bool:
+    def _is_restorable(self, shard: ShardId, nodes: Collection[str] | None = None) -> bool:
         """Whether the pieces on these nodes suffice for every row of a shard.
 
-        None: all, also those on disks that cannot be read at the moment.
+        With None: the pieces on all nodes, including disks that cannot be read at the moment.
         """
-        on_disk = self._stored.pieces if nodes is None else self._stored
+        on_disk = self._disk.pieces if nodes is None else self._disk
         pieces = [*self._pieces.of(shard), *on_disk.of(shard)]
-        return restorable([each for each in pieces if nodes is None or each.node in nodes])
+        return is_restorable([piece for piece in pieces if nodes is None or piece.node in nodes])
 
     def _check_margin(self, shard: ShardId, answering: Collection[str]) -> None:
-        """Of a shard that was held whole, the loss of any m + 1 nodes loses nothing.
+        """A shard that was held whole must survive the loss of any m + 1 nodes.
 
-        Of m, where a restart has brought its home to a holder.
+        Whole: the home copy and all n fragments. Of any m nodes only, where a restart has moved the
+        home to a holder.
         """
-        owed = self._owed.get(shard, [])
-        if not owed or len({piece.header.index for piece in owed}) <= owed[0].header.n:
-            return
-        left = [piece for piece in self._pieces.of(shard) if piece.node in answering]
-        gone = {piece.node for piece in owed if piece not in left or piece.rotten}
-        if len(gone) <= promised_losses(owed):
-            raise Violation(
-                "margin", f"{shard} is lost with {len(gone)} nodes: {', '.join(sorted(gone))}"
-            )
+        promised = self._promised.get(shard, [])
+        if not promised or len({piece.header.index for piece in promised}) <= promised[0].header.n:
+            return  # it was committed before all n fragments and the home copy were held
+        reachable = [piece for piece in self._pieces.of(shard) if piece.node in answering]
+        loss = unexpected_loss(promised, reachable)
+        if loss:
+            raise Violation("margin", f"{shard} is lost with only {loss}")
 
-    def _forget(self) -> None:
-        """Drop the bytes of generations that nobody can want any more."""
-        kept = set(sorted(self._ranks)[-_REMEMBERED:])
+    def _forget_old(self) -> None:
+        """Drop the bytes of generations that can no longer be restored or compared."""
+        kept = self._saves.remembered()
         kept |= {shard.generation for shard in self._pieces.shards()}
-        kept |= self._stored.generations()
-        self._stored.forget(kept)
-        tables: tuple[dict[ShardId, Any], ...] = (self._saved, self._sealed, self._owed)
-        for table in tables:
-            for shard in [each for each in table if each.generation not in kept]:
-                del table[shard]
-        self._ranks = {each: ranks for each, ranks in self._ranks.items() if each in kept}
-        for generation in [each for each in self._claims if each not in kept]:
-            del self._claims[generation]
+        kept |= self._disk.generations()
+        self._disk.forget(kept)
+        self._saves.forget(kept)
+        for shard in [shard for shard in self._promised if shard.generation not in kept]:
+            del self._promised[shard]

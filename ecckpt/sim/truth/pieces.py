@@ -1,4 +1,7 @@
-"""The complete files that are really there, on all hosts, and what of them is wrong."""
+"""The complete files that really exist, on all hosts, and which of their blocks are wrong.
+
+``Truth`` has one collection for memory, ``TruthDisk`` one for disks.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from ecckpt.format.ids import ShardId
 
 @dataclass(eq=False, slots=True)
 class TruthPiece:
-    """A complete file on a host; ``rotten`` are its blocks (fragment, row) that are wrong.
+    """One complete file on a host.
 
-    Of one whose superblock is wrong that is (HOME, 0).
+    ``rotten`` are its wrong blocks as (fragment, row); a wrong superblock is (HOME, 0).
     """
 
     node: str
@@ -25,80 +28,96 @@ class TruthPiece:
 
 
 class TruthPieces:
-    """By place and by shard; ``wrong`` are blocks that have rotted on a node, ever."""
+    """Pieces by node and by shard.
+
+    ``ever_rotten`` are all blocks that ever rotted, by node, shard and fragment index. It outlives
+    the pieces.
+    """
 
     def __init__(self) -> None:
-        self._on: dict[str, dict[str, TruthPiece]] = defaultdict(dict)
-        self._of: dict[ShardId, list[TruthPiece]] = defaultdict(list)
-        self.wrong: dict[tuple[str, ShardId, int], set[tuple[int, int]]] = defaultdict(set)
+        self._by_node: dict[str, dict[str, TruthPiece]] = defaultdict(dict)
+        self._by_shard: dict[ShardId, list[TruthPiece]] = defaultdict(list)
+        self.ever_rotten: dict[tuple[str, ShardId, int], set[tuple[int, int]]] = defaultdict(set)
 
     def add(self, piece: TruthPiece) -> None:
-        """A file is complete; it takes the place of one of the same name."""
+        """Add a complete file, in place of one of the same name."""
         self.pop(piece.node, piece.name)
-        self._on[piece.node][piece.name] = piece
-        self._of[piece.header.shard].append(piece)
+        self._by_node[piece.node][piece.name] = piece
+        self._by_shard[piece.header.shard].append(piece)
 
     def find(self, node: str, name: str) -> TruthPiece | None:
-        """The piece in that place."""
-        return self._on[node].get(name)
+        """The piece in that file, None if there is none."""
+        return self._by_node[node].get(name)
 
     def pop(self, node: str, name: str) -> TruthPiece | None:
-        """It is gone, if it was there."""
-        piece = self._on[node].pop(name, None)
+        """Remove a piece and return it, None if there is none."""
+        piece = self._by_node[node].pop(name, None)
         if piece is not None:
-            left = self._of[piece.header.shard]
-            left.remove(piece)
-            if not left:
-                del self._of[piece.header.shard]
+            others = self._by_shard[piece.header.shard]
+            others.remove(piece)
+            if not others:
+                del self._by_shard[piece.header.shard]
         return piece
 
     def on(self, node: str) -> list[TruthPiece]:
-        """Those of a host."""
-        return list(self._on[node].values())
+        """The pieces on a node."""
+        return list(self._by_node[node].values())
 
     def of(self, shard: ShardId) -> list[TruthPiece]:
-        """Those of a shard."""
-        return list(self._of.get(shard, ()))
+        """The pieces of a shard."""
+        return list(self._by_shard.get(shard, ()))
 
     def shards(self) -> Collection[ShardId]:
-        """All shards of which anything is there."""
-        return self._of.keys()
+        """All shards that have a piece."""
+        return self._by_shard.keys()
 
     def rot(self, rng: Random, view_of: Callable[[TruthPiece], memoryview]) -> None:
-        """Flip a bit of some file: in a block, or in what says what it is."""
-        pieces = [piece for each in self._on.values() for piece in each.values()]
+        """Flip a random bit of a random file, in its payload or in its superblock."""
+        pieces = [piece for files in self._by_node.values() for piece in files.values()]
         if not pieces:
             return
         piece = rng.choice(pieces)
         header = piece.header
         if rng.random() < 0.2:
-            at = rng.randrange(SUPERBLOCK_BYTES - 4)
+            position = rng.randrange(SUPERBLOCK_BYTES - 4)
             piece.rotten.add((HOME, 0))
         else:
             within = rng.randrange(header.payload_bytes)
-            at = SUPERBLOCK_BYTES + within
+            position = SUPERBLOCK_BYTES + within
             fragment, offset = divmod(within, header.fragment_bytes)
             index = fragment if header.index == HOME else header.index
             piece.rotten.add((index, offset // header.block_bytes))
-        self.wrong[piece.node, header.shard, header.index] |= piece.rotten
-        view_of(piece)[at] ^= 1 << rng.randrange(8)
+        self.ever_rotten[piece.node, header.shard, header.index] |= piece.rotten
+        view_of(piece)[position] ^= 1 << rng.randrange(8)
 
 
-def restorable(pieces: Collection[TruthPiece]) -> bool:
-    """Whether these pieces of one shard suffice for every row of it."""
+def is_restorable(pieces: Collection[TruthPiece]) -> bool:
+    """Whether these pieces of one shard suffice to rebuild every row of it."""
     if not pieces:
         return False
     header = next(iter(pieces)).header
     if not any(piece.rotten for piece in pieces):
         indices = {piece.header.index for piece in pieces}
         return HOME in indices or len(indices) >= header.k
-    return all(len(set(_good(pieces, row))) >= header.k for row in range(header.rows))
+    return all(len(set(_good_indices(pieces, row))) >= header.k for row in range(header.rows))
 
 
-def promised_losses(pieces: Collection[TruthPiece]) -> int:
-    """Node losses that these pieces of a shard have to survive: fragments to spare, and the home.
+def unexpected_loss(promised: Collection[TruthPiece], available: Collection[TruthPiece]) -> str:
+    """The lost nodes in words, if the shard must survive so few losses; empty if it need not.
 
-    Not the home where a restart has brought it to a node that holds for it: both go at once.
+    ``promised`` are the pieces that the shard had, ``available`` those that can be read now.
+    """
+    nodes = {piece.node for piece in promised if piece not in available or piece.rotten}
+    if len(nodes) > _promised_losses(promised):
+        return ""
+    return f"{len(nodes)} nodes: {', '.join(sorted(nodes))}"
+
+
+def _promised_losses(pieces: Collection[TruthPiece]) -> int:
+    """How many node losses these pieces of a shard must survive.
+
+    Every fragment beyond k counts one, and the home copy one more. The home copy does not count
+    where a restart has moved the home to a holder, because one loss then takes both.
     """
     homes = {piece.node for piece in pieces if piece.header.index == HOME}
     fragments = [piece for piece in pieces if piece.header.index != HOME]
@@ -106,19 +125,19 @@ def promised_losses(pieces: Collection[TruthPiece]) -> int:
     return spare + bool(homes and not homes & {piece.node for piece in fragments})
 
 
-def whole(pieces: Iterable[TruthPiece]) -> bool:
-    """Whether every fragment and the home copy are there and right, each on a node of its own."""
+def is_whole(pieces: Iterable[TruthPiece]) -> bool:
+    """Whether the home copy and all n fragments exist and are right, each on its own node."""
     good = [piece for piece in pieces if not piece.rotten]
     nodes = {piece.header.index: piece.node for piece in good}
     return bool(good) and len(set(nodes.values())) == len(nodes) == good[0].header.n + 1
 
 
-def _good(pieces: Iterable[TruthPiece], row: int) -> Iterable[int]:
-    """Indices of which a right block of that row is there."""
+def _good_indices(pieces: Iterable[TruthPiece], row: int) -> Iterable[int]:
+    """Indices of the fragments that have a right block in that row."""
     for piece in pieces:
         if (HOME, 0) in piece.rotten:
             continue
-        index = piece.header.index
-        for each in range(piece.header.k) if index == HOME else (index,):
-            if (each, row) not in piece.rotten:
-                yield each
+        own = piece.header.index
+        for index in range(piece.header.k) if own == HOME else (own,):
+            if (index, row) not in piece.rotten:
+                yield index

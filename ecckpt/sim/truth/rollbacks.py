@@ -1,4 +1,7 @@
-"""What people went back to by name, and which nodes have written it down."""
+"""Which roll-backs restores have made, and which nodes know of them.
+
+``Truth`` uses it to tell whether a restart was allowed to choose a generation.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +11,41 @@ from ecckpt.format.ids import Generation
 from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
 
 
-class Choices:
-    """All roll-backs of a run, whoever remembers them."""
+class TruthRollBacks:
+    """All roll-backs of a run, and what each node has written down of them."""
 
     def __init__(self) -> None:
         self._made: list[RollBack] = []
-        self._noted: dict[str, tuple[RollBack, ...]] = {}
-        self._recorded: dict[str, tuple[RollBack, ...]] = {}
+        self._in_memory: dict[str, tuple[RollBack, ...]] = {}
+        self._on_disk: dict[str, tuple[RollBack, ...]] = {}
 
-    def made(self, timeline: int, target: Generation) -> None:
-        """A timeline goes on from there, on purpose."""
+    def add(self, timeline: int, target: Generation) -> None:
+        """A restore by name begins ``timeline`` at ``target``."""
         self._made.append(RollBack(timeline, target))
 
-    def noted(self, node: str, roll_backs: tuple[RollBack, ...]) -> None:
-        """A node has written down these."""
-        self._noted[node] = roll_backs
+    def written_to_memory(self, node: str, roll_backs: tuple[RollBack, ...]) -> None:
+        """An agent has written these to its tmpfs."""
+        self._in_memory[node] = roll_backs
 
-    def recorded(self, node: str, roll_backs: tuple[RollBack, ...]) -> None:
-        """A node has written down these on disk."""
-        self._recorded[node] = roll_backs
+    def written_to_disk(self, node: str, roll_backs: tuple[RollBack, ...]) -> None:
+        """An agent has written these to its disk."""
+        self._on_disk[node] = roll_backs
 
-    def forgotten(self, node: str, *, disk: bool) -> None:
-        """A node has lost what it wrote down, but for what is on disk if it has that still."""
+    def host_lost(self, node: str, *, disk: bool) -> None:
+        """A node has lost its memory, and with ``disk`` its disk; it knows what its disk has."""
         if disk:
-            self._recorded.pop(node, None)
-        self._noted[node] = self._recorded.get(node, ())
+            self._on_disk.pop(node, None)
+        self._in_memory[node] = self._on_disk.get(node, ())
 
-    def left(self, generation: Generation) -> bool:
-        """Whether anybody ever went back before it."""
-        return any(each.abandons(generation) for each in self._made)
+    def was_abandoned(self, generation: Generation) -> bool:
+        """Whether any roll-back has ever abandoned the generation, even one no longer in force."""
+        return any(roll_back.abandons(generation) for roll_back in self._made)
 
     def abandoned(self, generation: Generation, nodes: Collection[str]) -> RollBack | None:
-        """What abandons a generation as far as these nodes know: then a restart may not take it."""
-        known = {each for node in nodes for each in self._noted.get(node, ())}
-        return abandoned_by(generation, in_force(each for each in self._made if each in known))
+        """The roll-back in force among those that these nodes know that abandons the generation.
+
+        A restart that hears from these nodes must not choose the generation by itself.
+        """
+        known = {roll_back for node in nodes for roll_back in self._in_memory.get(node, ())}
+        made = (roll_back for roll_back in self._made if roll_back in known)
+        return abandoned_by(generation, in_force(made))
