@@ -49,7 +49,7 @@ class Store:
         self.counters.pop(key, None)
         self.values.pop(key, None)
 
-    def keys(self) -> set[str]:
+    def names(self) -> set[str]:
         return self.counters.keys() | self.values.keys()
 
 

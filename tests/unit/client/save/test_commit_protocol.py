@@ -311,7 +311,7 @@ def test_the_keys_of_a_save_go_when_all_have_left_the_next_one():
         running = commits.follow_all(gen)
         _drive(commits, lambda each=running: all(one.ended for one in each))
     assert commits.outcomes() == [None, None]
-    assert commits.store.keys() == {
+    assert commits.store.names() == {
         f"{counter}/{newer}{wake}" for counter in ("count", "left") for wake in ("", "/wake")
     }
     drops = [each for one in commits.performers for each in one.done if isinstance(each, StoreDrop)]

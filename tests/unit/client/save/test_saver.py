@@ -103,7 +103,7 @@ def test_a_save_that_does_not_count_is_done_when_protected():
     commits.follow(0)
     commits.state[0] = "protected"
     assert all_done(commits) == [None]
-    assert (commits.count, commits.told, commits.store.keys()) == (0, [], set())
+    assert (commits.count, commits.told, commits.store.names()) == (0, [], set())
 
 
 def test_who_is_told_of_the_end_may_fail_and_the_save_ends_nevertheless():

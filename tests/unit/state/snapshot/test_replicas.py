@@ -9,12 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from ecckpt.client.effects import StoreAgree, StoreDrop, StoreGet, StorePut, StoreSubtract
+from ecckpt.client.save.replica_check import ReplicaCheck
 from ecckpt.coding.crc32c import checksum_many, crc32c
 from ecckpt.errors import InvalidConfig, SaveFailed
+from ecckpt.format.ids import ShardId
 from ecckpt.state.file.shard import read_shard
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.snapshot.replicas import Claim, Replicas
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.builders import generation
+from tests.support.commits import GEN, Commits
+from tests.support.performers import drive, explore
 from tests.support.reshaping import restore_as
 from tests.support.worlds import World
 
@@ -182,7 +188,7 @@ def test_layout_is_no_difference():
 def test_other_tensors_make_another_claim(change):
     other = claim_of(1, change)
     assert other.digest != claim_of(0).digest
-    assert "or other names, shapes or dtypes" in other.differences(claim_of(0).pack())
+    assert "or of other names, shapes or dtypes" in other.differences(claim_of(0).pack())
 
 
 def test_many_differences_are_counted():
@@ -200,6 +206,86 @@ def test_a_kept_plan_makes_a_new_claim():
     second, _ = planned(state, 0, 2, previous=first)
     assert second._layout is first._layout
     assert second.claim.differences(first.claim.pack()) == "model.0.weight"
+
+
+# -- claims of several ranks, compared in any order ------------------------------------------------
+
+
+class Words:
+    """A claim that is a word."""
+
+    def __init__(self, word):
+        self.digest = self.word = word
+
+    def pack(self):
+        return self.word
+
+    def differences(self, packed):
+        return f"{self.word!r} is not {packed!r}"
+
+
+def checked(words):
+    """A save of ranks that claim these words, on its way."""
+    commits, keys = Commits(len(words), timeout_s=60.0), [[] for _ in words]
+    commits.state = ["protected"] * len(words)
+    for rank, word in enumerate(words):
+        check = ReplicaCheck(ShardId("test", GEN, rank), Words(word), keys[rank])
+        commits.follow(rank, check=check)
+    return commits, keys
+
+
+@pytest.mark.parametrize("words", [(b"a", b"a"), (b"a", b"b")])
+def test_claims_are_compared_in_every_order(words):
+    def play(choose):
+        commits, keys = checked(words)
+        kinds = (StoreAgree, StorePut, StoreGet, StoreSubtract)
+        drive(commits.performers, commits.all_left, choose, among=kinds)
+        if len(set(words)) == 1:
+            assert commits.outcomes() == [None, None]
+            assert keys == [[], []]
+            assert not [key for key in commits.store.names() if key.startswith("claim/")]
+            return
+        assert commits.outcomes() == [SaveFailed] * 2
+        # The one that differs says it, the other finds its words, unless it ended before them.
+        texts = [str(handle.error) for handle in commits.handles.values()]
+        assert any("not the same on rank" in text and "b'" in text for text in texts)
+        assert commits.told == []
+        assert {key.split("/")[-1] for each in keys for key in each} == {
+            "digest",
+            "sums",
+            "verdict",
+        }
+
+    assert explore(play) > 1
+
+
+def test_a_claim_that_is_not_told_in_time_is_named_without_its_paths():
+    commits, _ = checked([b"a", b"b"])
+    commits.performers[0].gates[StorePut] = lambda effect: not effect.key.endswith("/sums")
+    drive(commits.performers, lambda: commits.handles[1].done)
+    assert "rank 0 did not tell what" in str(commits.handles[1].error)
+
+
+def test_keys_of_a_failed_save_go_after_the_next_commit():
+    commits = Commits(1)
+    keys: list[str] = []
+    for state, step in (("failed", 1), ("protected", 2)):
+        commits.state = [state]
+        gen = generation(step=step)
+        check = ReplicaCheck(ShardId("test", gen, 0), Words(b"a"), keys)
+        commits.follow(0, gen, check=check)
+        drive(commits.performers, commits.all_left)
+        assert len(keys) == (2 if step == 1 else 0)
+    assert not [key for key in commits.store.names() if key.startswith("claim/")]
+
+
+def test_a_store_that_is_lost_while_keys_go_costs_no_commit():
+    commits, _ = checked([b"a"])
+    lost = SaveFailed("the ranks' store: gone")
+    commits.performers[0].fail = lambda each: lost if isinstance(each, StoreDrop) else None
+    drive(commits.performers, commits.all_left)
+    assert commits.outcomes() == [None]
+    assert "the replica check: the ranks' store: gone" in commits.performers[0].log()[0]
 
 
 # -- the checksums --------------------------------------------------------------------------------
