@@ -15,7 +15,7 @@ from ecckpt.sim.faults import NONE, Faults
 from ecckpt.sim.hosts.network import SimulatedNetwork
 from ecckpt.sim.simulate import simulate
 from ecckpt.sim.world import Actor, Steps, World, sleep
-from tests.support.broken_rules import (
+from tests.unit.sim.broken_rules import (
     DISKS,
     POWER,
     RESTARTS,
