@@ -4,8 +4,8 @@ Inventories of 2,048 nodes with 8 ranks each, RS(8, 2), as the bytes that agents
 generation and a newer one that was not finished; 3 nodes of each hundredth group are lost and have
 been replaced. Times are CPU seconds of the one rank that plans: reading the messages, choosing
 the generation, looking what is on disk, an order for each of 16,384 ranks, and its bytes.
-``led_s`` is all of that again, of other inventories, by ``Leader.order`` with its threads, from
-agents that answer at once.
+``led_s`` is all of that again, of other inventories, by ``Coordinator.order`` with the threads of a
+training process, from agents that answer at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ecckpt.client.cluster.connections import Connections
 from ecckpt.client.cluster.members import Cluster
-from ecckpt.client.restore.coordinator import Leader
+from ecckpt.client.config import NodeConfig
+from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Ground, Order, Wanted, orders
+from ecckpt.client.threads import ThreadPerformer
 from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation, ShardId
@@ -30,8 +33,9 @@ from ecckpt.policy.placement import Node, Placement, parse_code, plan_placement
 from ecckpt.policy.survival import Inventory, on_disk, plan_recovery
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.encoding import pack_message, unpack_message
-from ecckpt.protocol.messages.node import NodeInfo
-from ecckpt.protocol.messages.restore import Begin
+from ecckpt.protocol.tracing import Tracer
+from ecckpt.protocol.verbs import A, Verb
+from ecckpt.protocol.verbs import M as Asked
 
 RUN = "llama"
 K, M = 8, 2
@@ -45,9 +49,9 @@ class Answering(AgentClient):
 
     body: bytes = b""
 
-    def begin(self, message: Begin) -> Inventory:
+    def call(self, verb: Verb[Asked, A], message: Asked, *, timeout_s: float = 0.0) -> A:
         """Its inventory, as it would arrive."""
-        return unpack_message(Inventory, self.body)
+        return unpack_message(verb.answer, self.body)
 
 
 def header(generation: Generation, rank: int, ranks: int, index: int, home: str) -> Header:
@@ -71,9 +75,11 @@ def survivors(placement: Placement, homes: list[str], session: str) -> dict[str,
     for group in placement.groups[::100]:
         for node in group[:3]:
             held[node.id] = []
-    none = Headers.of(())
+    none = Headers.from_headers(())
     return {
-        node: pack_message(Inventory(node, Headers.of(held[node]), none, (), committed, 1, (), {}))
+        node: pack_message(
+            Inventory(node, Headers.from_headers(held[node]), none, (), committed, 1, (), {})
+        )
         for node in placement.holders
     }
 
@@ -96,15 +102,26 @@ def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, f
 
 
 def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
-    """The same by the leader of a restore."""
+    """The same by the coordinator of a restore."""
     peers = {node: Answering(ground.address[node], body=bodies[node]) for node in bodies}
-    info = NodeInfo("", "", "", "", "", 0, 0, 0)
-    first = next(iter(peers.values()))
     cluster = Cluster(
-        RUN, info, Path(), first, peers, ground.placement, tuple(ground.homes), (), memory_bytes=0
+        run=RUN,
+        session="",
+        rank=0,
+        ranks=len(ground.homes),
+        home=ground.homes[0],
+        local_ranks=1,
+        homes=tuple(ground.homes),
+        share=(),
+        address=ground.address,
+        placement=ground.placement,
+        memory_bytes=0,
     )
-    with Leader(cluster, peers, session="") as leader:
-        made: list[Order] = leader.order(Wanted(), known=[1], alike=False)
+    node = NodeConfig(Path(), "", "", "", None)
+    performer = ThreadPerformer(Connections(peers[ground.homes[0]], peers, node), Tracer(), {})
+    coordinator = Coordinator(cluster, patience_s=10.0)
+    with performer.calls_in_parallel():
+        made: list[Order] = performer.run(coordinator.order(Wanted(), known=[1], alike=False))
     return [pack_message(order) for order in made]
 
 

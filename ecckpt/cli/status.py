@@ -110,7 +110,7 @@ def _plan_restore(arguments: argparse.Namespace) -> int:
             print(f"no answer: {error}", file=sys.stderr)
     left = [inventory for inventory in inventories if inventory.node not in arguments.without]
     if arguments.without_memory:
-        left = [replace(inventory, headers=Headers.of(())) for inventory in left]
+        left = [replace(inventory, headers=Headers.from_headers(())) for inventory in left]
     plan = plan_recovery(arguments.run, left)
     chosen = plan.chosen
     if arguments.json:

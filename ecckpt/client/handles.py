@@ -1,4 +1,7 @@
-"""One save of one rank, as the caller sees it: how far it is, and how it ended."""
+"""The handle that ``Checkpointer.save`` returns: progress and result of one save of one rank.
+
+client/save/ advances a handle; the training program reads it and waits for it from any thread.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,18 @@ from ecckpt.protocol.messages.save import Progress
 
 
 class SaveHandle:
-    """One save of one rank: how far it is, and how it ended.
+    """Progress and result of one save of one rank.
 
-    ``stall_s`` is how long ``save()`` kept its caller, ``shard_bytes`` what it copied. ``held``
-    is the number of fragments verified at their holders. ``committed_s`` is how long the commit
-    took after the snapshot.
+    Attributes:
+        generation: None for a save that was skipped before it had one.
+        stall_s: how long ``save()`` blocked its caller.
+        shard_bytes: how many bytes the save copied.
+        held: the number of fragments that their holders have verified.
+        encode_s: how long the agent took to encode the shard.
+        protected_s: how long the agent took until the shard had its redundancy.
+        committed_s: the time from the end of the snapshot to the commit.
+        problems: what went wrong at single holders; these do not fail the save.
+        error: why the save failed; None while it runs and after a commit.
     """
 
     def __init__(self, generation: Generation | None, step: int, *, began_s: float = 0.0) -> None:
@@ -27,40 +37,43 @@ class SaveHandle:
         self.committed_s = 0.0
         self.problems: tuple[str, ...] = ()
         self.error: EcckptError | None = None
-        self.began_s = self._staged_s = began_s  # on the performer's clock
+        self.began_s = self._staged_s = began_s  # as the performer's clock tells
         self._staged = threading.Event()
         self._protected = threading.Event()
         self._committed = threading.Event()
         self._done = threading.Event()
-        self.left = False  # whether the next save may begin
+        self.left = False  # becomes True when the next save may begin
 
     @property
     def staged(self) -> bool:
-        """The snapshot is taken: the state may change."""
+        """The snapshot is complete: the caller may change the state again."""
         return self._staged.is_set()
 
     @property
     def protected(self) -> bool:
-        """This rank's shard reached its redundancy."""
+        """The shard of this rank has reached its redundancy."""
         return self._protected.is_set()
 
     @property
     def committed(self) -> bool:
-        """All ranks' shards did, and this node's agent knows it, unless it is away."""
+        """The shards of all ranks are protected, and the generation is committed.
+
+        This node's agent has been told, unless it was unreachable.
+        """
         return self._committed.is_set()
 
     @property
     def done(self) -> bool:
-        """Committed or failed."""
+        """The save was committed or has failed."""
         return self._done.is_set()
 
     @property
     def skipped(self) -> bool:
-        """Not begun, since what it had to wait for took longer than its patience."""
+        """The save was not begun, because what it had to wait for outlasted its patience."""
         return isinstance(self.error, SaveSkipped)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is committed; False if that took longer than ``timeout_s``.
+        """Block until the save is committed; return False after ``timeout_s``.
 
         Raises the error with which the save failed.
         """
@@ -71,7 +84,10 @@ class SaveHandle:
         return True
 
     def wait_done(self, timeout_s: float) -> bool:
-        """Wait until it is committed or has failed, without raising; False if that took longer."""
+        """Block until the save is committed or has failed; return False after ``timeout_s``.
+
+        Raises nothing.
+        """
         return self._done.wait(timeout_s)
 
     def __repr__(self) -> str:
@@ -80,11 +96,11 @@ class SaveHandle:
             state = name if getattr(self, name) else state
         return f"<SaveHandle step {self.step}: {f'failed: {self.error}' if self.error else state}>"
 
-    # -- for the code that moves it on ------------------------------------------------------------
+    # -- for client/save/, which advances the handle ----------------------------------------------
 
     @property
     def waits_for(self) -> str:
-        """What the next save waits for, in words."""
+        """What the next save waits for, in words, for the text of ``SaveSkipped``."""
         if self.done:
             return "waiting for other ranks to be done with it"
         if self.protected:
@@ -92,18 +108,18 @@ class SaveHandle:
         return "waiting for this rank's shard to be protected"
 
     def mark_staged(self, now_s: float) -> None:
-        """The snapshot is complete."""
+        """Record that the snapshot is complete."""
         self._staged_s = now_s
         self._staged.set()
 
     def mark_protected(self, progress: Progress) -> None:
-        """The agent reports this shard as protected."""
+        """Record that the agent reports this shard as protected."""
         self.held, self.problems = progress.held, progress.problems
         self.encode_s, self.protected_s = progress.encode_s, progress.protected_s
         self._protected.set()
 
     def finish(self, error: EcckptError | None, now_s: float) -> None:
-        """Committed, or failed with ``error``."""
+        """Record the commit, or with ``error`` the failure, and release all waiters."""
         self.error = error
         if error is None:
             self.committed_s = now_s - self._staged_s
@@ -111,5 +127,9 @@ class SaveHandle:
         self._done.set()
 
     def mark_left(self) -> None:
-        """No rank is at work on it any more, or it was waited for long enough."""
+        """Allow the next save to begin.
+
+        Called when every rank has ended its part of this save, or when the wait for that has timed
+        out.
+        """
         self.left = True

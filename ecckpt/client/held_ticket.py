@@ -1,4 +1,8 @@
-"""A ticket with what it takes to use it, in this or another process of the node."""
+"""A save ticket together with the connections that it needs.
+
+``Checkpointer.ticket`` returns one. The DCP writer (integrations/dcp/writer.py) sends it to the
+process of the node that writes the shard, and uses it there.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +22,52 @@ from ecckpt.state.snapshot.plan import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class HeldTicket:
-    """The right to save one rank's shard of one generation (client/save/ticket.py)."""
+    """The right to save one rank's shard of one generation (client/save/ticket.py).
+
+    Both fields are plain data, so a ticket can be pickled and sent to another process of the node.
+    """
 
     ticket: Ticket
     connections: Connections
 
     @property
     def shard(self) -> ShardId:
-        """Which shard."""
+        """The shard that this ticket saves."""
         return self.ticket.shard
 
     @property
     def header(self) -> Header:
-        """The shard's header, but for its length."""
+        """The shard's header; its length is not known before ``stage``."""
         return self.ticket.header
 
     def stage(self, plan: ShardPlan, slots: Slots) -> None:
         """Reserve a slot at this node's agent and copy the shard into it.
 
-        Raises what the agent answers: ``MemoryBudgetTooSmall``, ``TmpfsFull``, ``Fenced``,
-        ``AgentUnreachable``.
+        Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``Fenced`` if the agent refuses, and
+        ``AgentUnreachable`` if it does not answer.
         """
         self._performer(slots).run(self.ticket.stage(plan))
 
     def protect(self) -> Progress:
-        """Have the staged shard coded and spread, and wait until it has its redundancy.
+        """Have the agent encode and distribute the staged shard; block until it is protected.
 
-        Raises ``SaveFailed`` if it cannot get it, ``SaveTimedOut`` at the deadline.
+        Raises ``SaveFailed`` if too few fragments reach their holders, ``SaveTimedOut`` at the
+        deadline.
         """
         return self._performer().run(self.ticket.protect())
 
     def commit(self) -> None:
-        """Tell all agents that every shard is protected. Raises unless this node's has taken it."""
+        """Tell all agents that every shard is protected.
+
+        Raises an error unless this node's own agent has accepted the commit.
+        """
         self._performer().run(self.ticket.commit())
 
     def revive_agent(self) -> None:
-        """Start this node's agent again, as the node it was, at the address its peers know."""
+        """Start this node's agent again if none answers.
+
+        It keeps its node name and the address that its peers know.
+        """
         self.connections.revive_agent()
 
     def _performer(self, slots: Slots | None = None) -> ThreadPerformer:

@@ -1,4 +1,8 @@
-"""Slots as a trainer sees them: files of its node's agent, mapped once and used again."""
+"""The trainer's mappings of slots: files of its node's agent, mapped once and reused.
+
+client/state_effects.py maps the slots that a rank saves into or loads from. client/held_ticket.py
+does the same in the process to which a ticket was sent.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ from ecckpt.errors import CorruptFragment
 from ecckpt.memory.mapping import fault_in, map_file
 from ecckpt.protocol.messages.save import Slot
 
-# The committed generation, the one being saved, and one that a restore or a failed save left.
+# The committed generation, the one being saved, one that a restore or a failed save left, and the
+# slot mapped ahead.
 _KEPT = 4
 
 
 class Slots:
-    """Mappings by region name. A region keeps its name for life, so a mapping never goes stale.
+    """Mappings by region name.
 
-    Thread-safe: slots are mapped in the background, ahead of their use.
+    The agent never gives two regions the same name, so a cached mapping never points to another
+    region. Thread-safe: slots are mapped in the background, before a save uses them.
     """
 
     def __init__(self) -> None:
@@ -27,26 +33,32 @@ class Slots:
         self._lock = threading.Lock()
 
     def payload(self, slot: Slot, payload_bytes: int, *, to_write: bool = True) -> memoryview:
-        """The payload of a slot, writable; valid until the slot's generation is retired.
+        """Return the payload of a slot as a writable view.
 
-        Every page would fault at its first write, so they all are brought in before. For reading
-        the kernel maps several with each fault: not ``to_write`` leaves it to that. Only who writes
-        has the oldest mappings undone. Raises
-        ``CorruptFragment`` if the slot has no room for that many bytes.
+        The view is valid until the slot's generation is retired.
+
+        With ``to_write`` all pages are faulted in here, because otherwise each page would fault at
+        its first write, during the save. A reader leaves that to the kernel, which maps several
+        pages with each read fault. Only a call with ``to_write`` unmaps the oldest mappings beyond
+        the limit.
+
+        Raises ``CorruptFragment`` if the slot is too small for ``payload_bytes``.
         """
         payload = self._payload(slot, payload_bytes, to_write=to_write)
         with self._lock:
-            # A restore reads in threads of its own, which unmap nothing either (see ``ahead``).
+            # A restore reads in threads of its own. They unmap nothing, for the reason that
+            # ``ahead`` gives.
             while to_write and len(self._maps) > _KEPT:
-                region, _ = self._maps.popitem(last=False)  # unmapped with its last view
+                region, _ = self._maps.popitem(last=False)  # the last view unmaps it
                 self._faulted_in.discard(region)
         return payload
 
     def ahead(self, slot: Slot, payload_bytes: int) -> None:
-        """Map a slot for the ``payload`` to come; raises what that does.
+        """Map a slot in the background, before ``payload`` is called for it.
 
-        In the background, so it unmaps nothing: what CUDA knows would have to be unregistered, and
-        no thread may do that while another one captures a CUDA graph.
+        Raises what ``payload`` raises. Unmaps nothing: a mapping that CUDA has registered would
+        have to be unregistered first, and no thread may do that while another one captures a CUDA
+        graph.
         """
         self._payload(slot, payload_bytes, to_write=True)
 
@@ -60,31 +72,35 @@ class Slots:
             self._maps[slot.region] = mapped
             if to_write and slot.region not in self._faulted_in:
                 self._faulted_in.add(slot.region)
-                with contextlib.suppress(OSError):  # before Linux 5.14 the save pays for each fault
+                # MADV_POPULATE_WRITE needs Linux 5.14. Without it the save takes the page faults.
+                with contextlib.suppress(OSError):
                     fault_in(mapped)
         return mapped[start : start + payload_bytes]
 
     def close(self) -> None:
-        """Forget all mappings."""
+        """Drop all mappings; each is unmapped when its last view is gone."""
         with self._lock:
             self._maps.clear()
             self._faulted_in.clear()
 
 
 def private_payload(slot: Slot, payload_bytes: int) -> memoryview:
-    """The payload of a slot, writable, in a mapping of its own; what is written stays in there.
+    """Return the payload of a slot as a copy-on-write view in a mapping of its own.
 
-    Nobody may write to the slot from now on: that would show here. Its memory goes with the last
-    view, even if the agent has given it back long before. Raises what ``Slots.payload`` does.
+    What is written to the view does not reach the slot. The slot itself must not be written from
+    now on, because pages that were not copied yet would show it. The memory is released with the
+    last view, even if the agent has removed the file long before.
+
+    Raises what ``Slots.payload`` raises.
     """
-    begin = slot.payload_offset
+    start = slot.payload_offset
     _check_room(slot, payload_bytes)
-    return _map(slot, private=True)[begin : begin + payload_bytes]
+    return _map(slot, private=True)[start : start + payload_bytes]
 
 
 def _check_room(slot: Slot, payload_bytes: int) -> None:
     if slot.payload_offset + payload_bytes > slot.file_bytes:
-        raise CorruptFragment(f"{payload_bytes} bytes into a slot of {slot.file_bytes}")
+        raise CorruptFragment(f"{payload_bytes} bytes do not fit into a slot of {slot.file_bytes}")
 
 
 def _map(slot: Slot, *, private: bool = False) -> memoryview:

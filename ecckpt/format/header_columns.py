@@ -22,7 +22,7 @@ class Headers:
     indices: tuple[int, ...]
 
     @classmethod
-    def of(cls, headers: Iterable[Header]) -> Self:
+    def from_headers(cls, headers: Iterable[Header]) -> Self:
         """The columns for these headers."""
         files = list(headers)
         return cls(tuple([each.at(HOME) for each in files]), tuple([each.index for each in files]))

@@ -205,7 +205,9 @@ def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
         key=lambda stored: (stored[-1], len(stored)),
         default=(),
     )
-    without_memory = [replace(inventory, headers=Headers.of(())) for inventory in inventories]
+    without_memory = [
+        replace(inventory, headers=Headers.from_headers(())) for inventory in inventories
+    ]
     found = plan_recovery(run, without_memory).generations
     seen = (report.generation for report in found if all(map(_is_stored, report.shards)))
     return OnDisk(told, tuple(sorted(seen)))

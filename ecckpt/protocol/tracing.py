@@ -49,11 +49,11 @@ class Tracer:
         seconds = time.perf_counter() - began_s
         self._spans.append(Span(name, shard, index, began_unix_s, seconds))
 
-    def add(self, spans: Iterable[Span]) -> None:
+    def add_spans(self, spans: Iterable[Span]) -> None:
         """Add spans that another process recorded."""
         self._spans.extend(spans)
 
-    def of(self, run: str) -> tuple[Span, ...]:
+    def spans_of(self, run: str) -> tuple[Span, ...]:
         """The spans of a run, oldest first."""
         return tuple(span for span in list(self._spans) if span.shard.run == run)
 

@@ -50,8 +50,8 @@ def table_of(header, seed=1):
 def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=()):
     return Inventory(
         node,
-        Headers.of(headers),
-        Headers.of(disk),
+        Headers.from_headers(headers),
+        Headers.from_headers(disk),
         tuple(stored),
         committed,
         fence,

@@ -221,8 +221,8 @@ class RunRecord:
         """All sealed files, as the planning of a restore needs them (policy/survival.py)."""
         return Inventory(
             node,
-            Headers.of(entry.header for entry in self._sealed()),
-            Headers.of(file.header for file in self.files.values()),
+            Headers.from_headers(entry.header for entry in self._sealed()),
+            Headers.from_headers(file.header for file in self.files.values()),
             self.stored,
             self.committed,
             self.fence,

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from ecckpt.agent.core.actions import Announce, AskPeer, Gathered, Post
-from ecckpt.agent.core.gather_plan import Gathering
 from ecckpt.agent.core.tasks import Fetching, Taking
 from ecckpt.agent.runtime.rate_limit import pace_of
-from ecckpt.agent.runtime.shard_bytes import (
-    bad_blocks,
-    data_views,
-    fragment_view,
-    parity_views,
-    rebuild,
-    sums_of,
-)
-from ecckpt.errors import EcckptError, InvalidMessage, NotHeld, TooFewFragments, TooSlow
+from ecckpt.agent.runtime.shard_bytes import data_views, fragment_view, parity_views, sums_of
+from ecckpt.errors import InvalidMessage, NotHeld
 from ecckpt.format.block_ranges import span_of, spans
+from ecckpt.format.fragment_file import Header
+from ecckpt.policy.gather_plan import BlockPull, GatherPlan, whole_shard
 from ecckpt.protocol.agent_client import peer_client
+from ecckpt.protocol.gather import Gatherer, find_table, rebuild
 from ecckpt.protocol.http import patience
 from ecckpt.protocol.messages.repair import Presence
-from ecckpt.protocol.messages.restore import Fetch
 from ecckpt.protocol.messages.save import Held, Hold
 from ecckpt.protocol.parallel_ranges import connections_for
-from ecckpt.protocol.stragglers import Field
 from ecckpt.protocol.tracing import Tracer
 from ecckpt.protocol.verbs import HELD, HOLD, PREFETCH, PROBE
 
 _POST_TIMEOUT_S = 5.0
 _ASK_TIMEOUT_S = 2.0
-_PARALLEL_PULLS = 8
 
 
 class PeerNetwork:
@@ -110,89 +102,36 @@ class PeerNetwork:
         message, region = fetching.message, fetching.region
         assert region is not None
         deadline_s = time.monotonic() + message.timeout_s
-        header = message.header
-        table = self._table(message, deadline_s)
+        header, places = message.header, message.places
         views = data_views(header, region) + parity_views(header, fetching.parity)
-        gathering = Gathering.of(message)
+        silent: set[str] = set()
+        plan = GatherPlan(header, whole_shard(header), places, silent=silent)
+        ask = partial(self._table, header, deadline_s)
+        table = find_table(header, places, ask, silent=silent, problems=plan.problems)
 
-        def pull(index: int, field: Field, connections: int) -> None:
-            self._pull_next(
-                gathering,
-                index,
-                views[index],
-                table,
-                field=field,
-                deadline_s=deadline_s,
-                connections=connections,
-            )
-            field.ended()
+        def pull_back(
+            pull: BlockPull, span: slice, connections: int, goes_on: Callable[[], bool]
+        ) -> None:
+            timeout_s = max(0.001, deadline_s - time.monotonic())
+            with self._tracer.span("pull back", header.shard, pull.index):
+                peer_client(pull.source, self._token).pull_fragment(
+                    header.shard,
+                    pull.index,
+                    views[pull.index][span],
+                    offset=span.start,
+                    timeout_s=timeout_s,
+                    patience_s=patience(timeout_s),
+                    wanted=goes_on,
+                    last=pull.again,
+                    connections=connections,
+                )
 
-        with ThreadPoolExecutor(_PARALLEL_PULLS, thread_name_prefix="fetch") as pool:
-            wanted = gathering.first()
-            while True:
-                field = Field(len(wanted), gathering.spare(wanted))
-                each = connections_for(len(wanted))
-                list(pool.map(pull, wanted, repeat(field), repeat(each)))
-                if not (wanted := gathering.next()):
-                    break
+        Gatherer(plan, table, views.__getitem__, pull_back).pull_blocks()
         with self._tracer.span("rebuild", header.shard):
-            rebuilt = rebuild(gathering, views, table)
-        return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+            rebuild(plan, table, views.__getitem__)
+        return Gathered(table, plan.pulled_bytes, len(plan.computed), tuple(plan.problems))
 
-    def _table(self, message: Fetch, deadline_s: float) -> np.ndarray:
-        problems: list[str] = []
-        addresses = dict.fromkeys(a for sources in message.sources for a in sources.addresses)
-        for address in (*addresses, *addresses):  # as every source of a fragment: twice
-            # One that hangs may not use up the time in which another could answer.
-            timeout_s = patience(max(0.001, deadline_s - time.monotonic()))
-            try:
-                client = peer_client(address, self._token, timeout_s=timeout_s)
-                return client.table(message.header)
-            except (EcckptError, OSError) as error:
-                problems.append(str(error))
-        raise TooFewFragments(
-            f"checksums of {message.header.shard}", have=0, need=1, reasons=problems[:8]
-        )
-
-    def _pull_next(
-        self,
-        gathering: Gathering,
-        index: int,
-        view: memoryview,
-        table: np.ndarray,
-        *,
-        field: Field,
-        deadline_s: float,
-        connections: int,
-    ) -> None:
-        """Try one more source of a fragment, for those of its blocks that are not proven yet."""
-        header = gathering.header
-        address, runs = gathering.take(index)
-        spans = [span_of(header, rows) for rows in runs]
-        runner = field.start(sum(span.stop - span.start for span in spans))
-        client = peer_client(address, self._token)
-        try:
-            for rows, span in zip(runs, spans, strict=True):
-                timeout_s = max(0.001, deadline_s - time.monotonic())
-                with self._tracer.span("pull back", header.shard, index):
-                    client.pull_fragment(
-                        header.shard,
-                        index,
-                        view[span],
-                        offset=span.start,
-                        timeout_s=timeout_s,
-                        patience_s=patience(timeout_s),
-                        wanted=runner.waits,
-                        last=gathering.last,
-                        connections=connections,
-                    )
-                gathering.pulled_bytes += span.stop - span.start
-                gathering.prove(index, rows, bad_blocks(header, index, view[span], table, rows))
-            runner.arrived()
-        except TooSlow as error:
-            gathering.problems.append(f"fragment {index}: {error}")
-            gathering.postpone(index, address)
-            return
-        except (EcckptError, OSError) as error:
-            gathering.problems.append(f"fragment {index}: {error}")
-        gathering.judge(index, address)
+    def _table(self, header: Header, deadline_s: float, address: str) -> np.ndarray:
+        # One that hangs may not use up the time in which another could answer.
+        timeout_s = patience(max(0.001, deadline_s - time.monotonic()))
+        return peer_client(address, self._token, timeout_s=timeout_s).table(header)

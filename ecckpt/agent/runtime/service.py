@@ -284,11 +284,11 @@ class AgentService:
 
     def trace(self, run: str) -> Trace:
         """The spans of this agent and of the ranks of its node."""
-        return Trace(self.info.node, self._ranks_tracer.of(run), self._tracer.of(run))
+        return Trace(self.info.node, self._ranks_tracer.spans_of(run), self._tracer.spans_of(run))
 
     def spans(self, message: Spans) -> Done:
         """Keep the spans of a rank of this node."""
-        self._ranks_tracer.add(message.spans)
+        self._ranks_tracer.add_spans(message.spans)
         return Done()
 
     def status(self) -> dict[str, Any]:

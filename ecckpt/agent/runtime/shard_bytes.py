@@ -1,4 +1,4 @@
-"""The bytes of a shard in its regions: encode, verify, rebuild, seal. No files, no network.
+"""The bytes of a shard in its regions: encode, verify, seal. No files, no network.
 
 Used by the driver and its helpers, and by simulations with the same bytes.
 """
@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.gather_plan import Gathering
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.coding.reed_solomon import Codec
-from ecckpt.errors import CorruptFragment
-from ecckpt.format.block_ranges import span_of
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
-from ecckpt.memory.buffers import COPY_THREADS
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
@@ -74,28 +70,6 @@ def bad_blocks(
     """
     sums = table if rows is None else table[:, rows]
     return Codec(header.k, header.m).verify({index: view}, sums, header.block_bytes)
-
-
-def rebuild(gathering: Gathering, views: list[memoryview], table: np.ndarray) -> int:
-    """Compute every data block that is not verified; returns how many fragments needed that.
-
-    ``views`` are the n fragments in place. Raises ``CorruptFragment`` if a rebuilt block is not
-    right.
-    """
-    header = gathering.header
-    touched: set[int] = set()
-    for rows, missing, present in gathering.lost():
-        span = span_of(header, rows)
-        sums = Codec(header.k, header.m).rebuild(
-            {index: views[index][span] for index in present},
-            {index: views[index][span] for index in missing},
-            header.block_bytes,
-            threads=COPY_THREADS,
-        )
-        if not np.array_equal(sums[missing], table[missing, rows]):
-            raise CorruptFragment(f"{header.shard}: rebuilt blocks fail their CRC32C")
-        touched.update(missing)
-    return len(touched)
 
 
 def _pieces(view: memoryview, piece_bytes: int, count: int) -> list[memoryview]:

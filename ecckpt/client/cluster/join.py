@@ -1,4 +1,8 @@
-"""How the ranks of a session come to know the cluster: agents, nodes, placement."""
+"""How a rank joins a session: it finds its agent and learns all nodes and the placement.
+
+``Checkpointer`` calls ``join`` once. Rank 0 checks what all ranks send and answers each with the
+roster, so a rank never decides alone that it can take part.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _JOIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """What a rank tells the others: its agent, or why it has none, and its configuration."""
+    """What a rank sends to rank 0. ``info`` is None without an agent; ``problem`` then says why."""
 
     info: NodeInfo | None
     problem: str
@@ -35,7 +39,10 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Roster:
-    """What every rank gets back. ``homes`` is filled for rank 0 only, ``share`` see Cluster."""
+    """What rank 0 answers to a rank.
+
+    ``homes`` is filled for rank 0 only; ``share`` is as in ``Cluster``.
+    """
 
     nodes: tuple[NodeInfo, ...]
     local_ranks: int
@@ -51,21 +58,25 @@ def join(
     agents: Sequence[str],
     memory_bytes: int,
 ) -> tuple[Cluster, Connections]:
-    """Find or start this node's agent and meet the other ranks. Raises on all ranks alike
-    for differing configurations, duplicate node ids, agents that cannot be reached or are of
-    another version, and for a code that needs more nodes.
+    """Find or start this node's agent, and meet the other ranks.
+
+    ``agents`` are the addresses of agents on nodes without ranks.
+
+    Raises the same error on all ranks if configurations differ, if two agents have the same node
+    id, if an agent cannot be reached or runs another version, or if the code needs more nodes.
     """
     token = node.token()
     info, problem = None, ""
     try:
         info = find_or_start(node)
     except EcckptError as error:
-        problem = str(error)  # the others must hear of it rather than wait
+        # Sent to rank 0 rather than raised here, or the other ranks would wait for this one.
+        problem = str(error)
     member = _Member(info, problem, config.fingerprint())
     roster = _meet(meeting, config, member, agents=agents, token=token)
-    assert info is not None, "a rank without an agent has failed the meeting"
+    assert info is not None, "rank 0 refuses a member without an agent"
     code = parse_code(config.code, len(roster.nodes))
-    placement = plan_placement([Node(each.node, each.domain) for each in roster.nodes], code)
+    placement = plan_placement([Node(peer.node, peer.domain) for peer in roster.nodes], code)
     if meeting.rank == 0:
         level = logging.INFO if code.holders else logging.WARNING
         _log.log(
@@ -81,19 +92,20 @@ def join(
         local_ranks=roster.local_ranks,
         homes=roster.homes,
         share=roster.share,
-        address={each.node: each.address for each in roster.nodes},
+        address={peer.node: peer.address for peer in roster.nodes},
         placement=placement,
         memory_bytes=memory_bytes,
     )
-    as_it_was = replace(
+    # A restarted agent must be the same node at the same address, or its peers would not find it.
+    restart_config = replace(
         node, node=info.node, domain=info.domain, listen=info.address, disk=_disk_of(agent)
     )
-    peers = {each.node: AgentClient(each.address, token) for each in roster.nodes}
-    return cluster, Connections(agent, peers, as_it_was)
+    peers = {peer.node: AgentClient(peer.address, token) for peer in roster.nodes}
+    return cluster, Connections(agent, peers, restart_config)
 
 
 def _disk_of(agent: AgentClient) -> Path | None:
-    """The folder that a new agent of this node would have to be given."""
+    """The ``--disk`` folder of this agent, which a restarted agent has to be given again."""
     folder = agent.status()["disk"]["folder"]
     return Path(folder).parent if folder else None
 
@@ -106,25 +118,28 @@ def _meet(
     agents: Sequence[str],
     token: str,
 ) -> _Roster:
+    """Exchange ``_Member`` for ``_Roster``; rank 0 checks the members and builds the rosters."""
+
     def lead(payloads: list[bytes]) -> Sequence[bytes]:
         members = [unpack_message(_Member, payload) for payload in payloads]
         _check_alike(members)
         homes = [member.info for member in members if member.info is not None]
-        extra = [AgentClient(address, token).node() for address in agents]
-        nodes = _distinct(homes + extra)
+        without_ranks = [AgentClient(address, token).node() for address in agents]
+        nodes = _distinct(homes + without_ranks)
         check_reachable(nodes, token)
-        # Fails here, on all ranks with the same words, rather than on each by itself.
+        # Checked here so that all ranks raise the same error; each rank parses the code again.
         parse_code(config.code, len(nodes))
         names = tuple(home.node for home in homes)
-        ranks = Counter(names)
-        idle = [node.node for node in nodes if node.node not in ranks]
+        ranks_at = Counter(names)
+        idle = [node.node for node in nodes if node.node not in ranks_at]
         return [
             pack_message(
                 _Roster(
-                    tuple(nodes),
-                    ranks[name],
-                    names if rank == 0 else (),
-                    tuple(idle[rank :: len(names)]),
+                    nodes=tuple(nodes),
+                    local_ranks=ranks_at[name],
+                    # Sent to one rank, or the answers together would grow as ranks squared.
+                    homes=names if rank == 0 else (),
+                    share=tuple(idle[rank :: len(names)]),
                 )
             )
             for rank, name in enumerate(names)
@@ -135,18 +150,23 @@ def _meet(
 
 
 def _check_alike(members: Sequence[_Member]) -> None:
+    """Raise if a rank has no agent or another configuration than rank 0."""
     first = members[0].fingerprint
     for rank, member in enumerate(members):
         if member.info is None:
             raise AgentUnreachable(f"of rank {rank}", member.problem)
         if member.fingerprint != first:
             raise InvalidConfig(
-                f"rank {rank} is configured differently: {member.fingerprint}, rank 0: {first}"
+                f"rank {rank} is configured differently: {member.fingerprint}; rank 0 has {first}"
             )
 
 
 def _distinct(infos: Sequence[NodeInfo]) -> list[NodeInfo]:
-    """One entry per agent; ``DuplicateNode`` if two agents share a node id."""
+    """One entry per agent, by node id.
+
+    Raises ``DuplicateNode`` if two agents have the same node id. An agent of a node with several
+    ranks appears once per rank; ``instance`` tells that it is the same one.
+    """
     nodes: dict[str, NodeInfo] = {}
     for info in infos:
         known = nodes.setdefault(info.node, info)

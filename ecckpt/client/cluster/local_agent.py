@@ -1,7 +1,8 @@
-"""Finding this node's agent, or starting it: on first use, in a session of its own.
+"""Find this node's agent, or start it: on first use, in an operating-system session of its own.
 
-An agent that the library starts is no child of the launcher's process group, so it survives the
-kill of the workers; it is the same program as one started by systemd or Kubernetes.
+``join``, the ``ecckpt`` command and ecckpt/testing/ use it. A started agent is outside the process
+group of the launcher, so it survives when the launcher kills the workers. It is the same program
+that systemd or Kubernetes would start.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ _log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 30.0
 _LOG_TAIL_BYTES = 2000
-# The agent's own name for its socket (agent/daemon.py); the trainer does not import the server.
+_POLL_S = 0.02
+# The same name as in agent/runtime/daemon.py, repeated because the client never imports the agent.
 SOCKET_NAME = "agent.sock"
 
-# Agents outlive us, but those that end before us are reaped here.
+# Agents outlive this process. One that ends earlier is its child, and a zombie until reaped.
 _started: list[tuple[Path, subprocess.Popen[bytes]]] = []
 
 
 def local_client(root: Path, *, timeout_s: float = 10.0) -> AgentClient:
-    """A client of the agent that owns ``root``, over its Unix socket."""
+    """A client of the agent that owns ``root``, over the agent's Unix socket."""
     return AgentClient(f"unix:{root / SOCKET_NAME}", timeout_s=timeout_s)
 
 
 def find_or_start(config: NodeConfig) -> NodeInfo:
-    """This node's agent: the one that answers in its folder, else a new one.
+    """Return the agent that answers in the configured folder, or start one there.
 
-    Raises ``AgentUnreachable`` with the end of the agent's log if none comes up in time,
-    ``VersionMismatch`` if one of another release runs, ``InvalidConfig`` if the folder is not ours.
+    Raises ``AgentUnreachable`` with the end of the agent's log if none answers in time,
+    ``VersionMismatch`` if an agent of another release runs, ``InvalidConfig`` if other users can
+    reach into the folder.
     """
     private_folder(config.root)
     client = local_client(config.root)
@@ -51,7 +54,10 @@ def find_or_start(config: NodeConfig) -> NodeInfo:
 
 
 def start(config: NodeConfig) -> subprocess.Popen[bytes]:
-    """Start an agent for that folder and return at once. If one runs there, the new one ends."""
+    """Start an agent for a folder and return at once.
+
+    If an agent already runs there, the new process ends by itself.
+    """
     private_folder(config.root)
     command = [sys.executable, "-m", "ecckpt", *arguments_of(config)]
     with log_of(config.root).open("ab") as log:
@@ -64,21 +70,21 @@ def start(config: NodeConfig) -> subprocess.Popen[bytes]:
 
 
 def running(root: Path) -> list[int]:
-    """Process ids of agents that were started here for that folder, and have not ended.
+    """Process ids of the agents that this process started for a folder and that still run.
 
-    One may still be on its way there, and own nothing yet.
+    One of them may still be starting, and own nothing in the folder yet.
     """
     reap()
     return [process.pid for folder, process in _started if folder == root]
 
 
 def reap() -> None:
-    """Take note of which agents that were started here have ended."""
-    _started[:] = [each for each in _started if each[1].poll() is None]
+    """Collect the exit status of ended agents that this process started; leave no zombies."""
+    _started[:] = [agent for agent in _started if agent[1].poll() is None]
 
 
 def arguments_of(config: NodeConfig) -> list[str]:
-    """What the ``ecckpt`` command is told to be that agent."""
+    """The arguments of the ``ecckpt`` command that runs this agent."""
     arguments = ["agent", "--root", str(config.root)]
     arguments += ["--node", config.node, "--domain", config.domain, "--listen", config.listen]
     arguments += ["--engine", config.engine, "--cpus", config.cpus]
@@ -91,19 +97,22 @@ def arguments_of(config: NodeConfig) -> list[str]:
 
 
 def log_of(root: Path) -> Path:
-    """Where an agent that is started for that folder writes what it has to say."""
+    """The file that stdout and stderr of an agent started for this folder go to."""
     return root / "agent.log"
 
 
 class Started(Protocol):
-    """A process that was started."""
+    """A started process, as far as ``await_agent`` needs it."""
 
     def poll(self) -> int | None:
-        """Its exit status; None if it runs."""
+        """Its exit status; None while it runs."""
 
 
 def await_agent(client: AgentClient, log: Path, *, process: Started | None = None) -> NodeInfo:
-    """The agent's answer as soon as it gives one; ``AgentUnreachable`` if it ends or takes long."""
+    """Poll until the agent answers, and return its answer.
+
+    Raises ``AgentUnreachable`` if ``process`` ends first, or after 30 s.
+    """
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while True:
         ended = process is not None and process.poll() is not None
@@ -115,19 +124,20 @@ def await_agent(client: AgentClient, log: Path, *, process: Started | None = Non
                 raise AgentUnreachable(
                     client.address, f"the agent {what}", hint=f"its log ends with: {_tail(log)}"
                 ) from error
-        time.sleep(0.02)
+        time.sleep(_POLL_S)
 
 
 def check_reachable(infos: list[NodeInfo], token: str) -> None:
-    """Make sure that each address leads to the agent that gave it.
+    """Check that each address leads to the agent that announced it.
 
-    Raises ``AgentMismatch`` where another answers: two hosts that both listen on loopback.
+    Raises ``AgentMismatch`` where another agent answers, as happens when the agents of two hosts
+    both announce a loopback address.
     """
     for info in infos:
-        found = AgentClient(info.address, token).node()
-        if found.instance != info.instance:
+        answering = AgentClient(info.address, token).node()
+        if answering.instance != info.instance:
             raise AgentMismatch(
-                f"node {info.node} says it is at {info.address}, but {found.node} answers there",
+                f"node {info.node} announced {info.address}, but {answering.node} answers there",
                 hint="agents on several hosts need --listen with an address their peers can reach",
             )
 

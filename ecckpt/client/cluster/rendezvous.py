@@ -1,7 +1,10 @@
-"""Who is in the cluster, and how its ranks agree: over the store that the launcher already has.
+"""How the ranks of a session agree: over the ``torch.distributed`` store of their launcher.
 
-Every exchange has a deadline and names the ranks that did not answer. Rank 0 collects and decides,
-so a decision costs each rank one write and one read, whatever the size of the cluster.
+client/cluster/join.py exchanges configurations over a ``Meeting``, and client/threads.py performs
+the store effects of saves and restores with it.
+
+Every exchange has a deadline and names the ranks that did not answer. Rank 0 collects all payloads
+and decides, so each rank writes one key and reads one or two, whatever the size of the cluster.
 """
 
 from __future__ import annotations
@@ -26,78 +29,89 @@ if TYPE_CHECKING:
 
 _NONCE_BYTES = 8
 _SESSION_TIMEOUT_S = 60.0
-_GRACE_S = 5.0
-_POLL_S = 0.05
-_LONG_BYTES = 1 << 10  # of an answer, that another look at the store is worth
-_SEE_ALL = b"="  # in the place of such an answer, if all ranks are given the same
-_LEAST_S = 0.002  # torch counts in milliseconds, and takes 0 for ever
+_GRACE_S = 5.0  # rank 0's time to write a RankTimeout for the others
+_POLL_S = 0.05  # where a store cannot be cloned
+# A shared answer at least this long is stored once, at the price of a second read per rank.
+_LONG_BYTES = 1 << 10
+_SEE_ALL = b"="  # stands where a rank's answer would be: the answer is under .../out/all
+_LEAST_WAIT_S = 0.002  # torch rounds timeouts to milliseconds, and 0 means no timeout
 
 Decide = Callable[[list[bytes]], Sequence[bytes]]
 
 
 class Meeting(Protocol):
-    """How the ranks of one session meet. ``session`` is 16 hex digits, new at every start."""
+    """How the ranks of one session meet.
+
+    ``session`` is 16 hex digits, new at every start of the run.
+    """
 
     rank: int
     world_size: int
     session: str
 
     def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
-        """All ranks give a payload; rank 0 turns them into one answer per rank.
+        """Send a payload to rank 0, which turns all payloads into one answer per rank.
 
-        Every rank calls this with the same ``tag``, each tag once. An ``EcckptError`` that
-        ``decide`` raises is raised on all ranks. Raises ``RankTimeout`` after ``timeout_s``.
+        Every rank calls this with the same ``tag``, and uses each tag once. An ``EcckptError`` that
+        ``decide`` raises on rank 0 is raised on all ranks. Raises ``RankTimeout`` after
+        ``timeout_s``.
         """
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter that starts at 0; returns the new value. Safe from any thread."""
+        """Add to a counter that starts at 0; return the new value. Safe from any thread."""
 
     def subtract_unless(self, key: str, amount: int, *, value: int) -> bool:
-        """Subtract from a counter unless it is at ``value``, in one step; False if it is.
+        """Subtract from a counter unless it is at ``value``; return False if it is.
+
+        Comparison and subtraction are one atomic step. Safe from any thread.
+        """
+
+    def agree(self, key: str, text: str) -> str:
+        """Set a text unless the key has one; return the text that the first caller set.
 
         Safe from any thread.
         """
 
-    def agree(self, key: str, text: str) -> str:
-        """What the first caller gave under this key. Safe from any thread, as the next three."""
-
     def put(self, key: str, value: bytes) -> None:
-        """Leave something for others."""
+        """Set the value of a key. Safe from any thread."""
 
     def look(self, key: str) -> bytes | None:
-        """What was left under this key, if anything."""
+        """Return the value of a key, None if it has none. Does not wait. Safe from any thread."""
 
     def drop(self, key: str) -> None:
-        """Remove it."""
+        """Remove a key or a counter. Safe from any thread."""
 
     def wait(self, key: str, timeout_s: float) -> None:
-        """Wait until something is left under this key, at most so long. For one thread."""
+        """Block until the key has a value, at most ``timeout_s``; return either way.
+
+        Only one thread may wait at a time.
+        """
 
 
 class Alone:
-    """The meeting of a single process."""
+    """The meeting of a single process, which needs no store."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
         self.session = secrets.token_hex(_NONCE_BYTES)
         self._counters: dict[str, int] = {}
-        self._left: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._news = threading.Condition()
+        self._value_set = threading.Condition()
 
     def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
-        """The only rank decides."""
+        """See ``Meeting.decide``; the only rank decides."""
         del tag, timeout_s
         return decide([payload])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Count locally."""
+        """See ``Meeting.add``."""
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + amount
             return self._counters[key]
 
     def subtract_unless(self, key: str, amount: int, *, value: int) -> bool:
-        """Count locally."""
+        """See ``Meeting.subtract_unless``."""
         with self._lock:
             count = self._counters.get(key, 0)
             if count != value:
@@ -105,36 +119,39 @@ class Alone:
             return count != value
 
     def agree(self, key: str, text: str) -> str:
-        """With oneself."""
-        return self._left.setdefault(key, text.encode()).decode()
+        """See ``Meeting.agree``."""
+        return self._values.setdefault(key, text.encode()).decode()
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep it."""
-        with self._news:
-            self._left[key] = value
-            self._news.notify_all()
+        """See ``Meeting.put``."""
+        with self._value_set:
+            self._values[key] = value
+            self._value_set.notify_all()
 
     def look(self, key: str) -> bytes | None:
-        """What was kept."""
-        return self._left.get(key)
+        """See ``Meeting.look``."""
+        return self._values.get(key)
 
     def drop(self, key: str) -> None:
-        """Forget it."""
-        self._left.pop(key, None)
+        """See ``Meeting.drop``."""
+        self._values.pop(key, None)
 
     def wait(self, key: str, timeout_s: float) -> None:
-        """For what another thread leaves."""
-        with self._news:
-            self._news.wait_for(lambda: key in self._left, timeout_s)
+        """See ``Meeting.wait``; another thread of this process sets the value."""
+        with self._value_set:
+            self._value_set.wait_for(lambda: key in self._values, timeout_s)
 
 
 @dataclass
 class StoreMeeting:
     """A meeting over a ``torch.distributed`` store.
 
-    All keys carry the session, so what an earlier incarnation left in a store that survives
-    restarts is never read. Background threads use connections of their own, so that whoever waits
-    keeps nobody else waiting.
+    All keys contain the session. A store that survives restarts may still have keys of an earlier
+    session, and those are never read.
+
+    A store serialises the calls on one connection, and a blocking ``wait`` occupies it. So
+    ``decide``, the background threads' calls and ``wait`` each use a connection of their own, where
+    the store can be cloned.
     """
 
     store: Store
@@ -144,7 +161,8 @@ class StoreMeeting:
 
     def __post_init__(self) -> None:
         root = self.store
-        clone = getattr(root, "clone", None)  # torch >= 2.7; older stores serialise calls inside
+        # Stores have clone() since torch 2.7. An older one is shared, and serialises the calls.
+        clone = getattr(root, "clone", None)
         self._counting = self._own(clone() if clone else root)
         self._waiting = self._own(clone()) if clone else None
         self._mine = self._own(root)
@@ -156,10 +174,12 @@ class StoreMeeting:
     def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
         """See ``Meeting.decide``."""
         deadline_s = time.monotonic() + timeout_s
+        # The prefix keeps the value non-empty for every payload.
         self._mine.set(f"{tag}/in/{self.rank}", b"." + payload)  # type: ignore[arg-type]
         if self.rank == 0:
             self._lead(tag, decide, deadline_s, timeout_s)
-        # Rank 0 gives up at its deadline, and then needs a moment to say who was late.
+        # Rank 0 gives up at the deadline and then writes which ranks were late. The others wait a
+        # little longer than rank 0, so that they raise its error rather than one of their own.
         deadline_s += min(_GRACE_S, 4 * timeout_s)
         answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
         if answer == _SEE_ALL:
@@ -175,8 +195,9 @@ class StoreMeeting:
         """See ``Meeting.subtract_unless``."""
         with self._lock:
             while (count := int(self._counting.add(key, 0))) != value:
-                left = str(count - amount)
-                if self._counting.compare_set(key, str(count), left) == left.encode():
+                reduced = str(count - amount)
+                # compare_set returns the value that the key has afterwards.
+                if self._counting.compare_set(key, str(count), reduced) == reduced.encode():
                     return True
         return False
 
@@ -201,9 +222,12 @@ class StoreMeeting:
             self._counting.delete_key(key)
 
     def wait(self, key: str, timeout_s: float) -> None:
-        """See ``Meeting.wait``. That the store cannot be reached the next call will tell."""
+        """See ``Meeting.wait``.
+
+        An unreachable store is not reported here; the caller's next call to the store raises.
+        """
         if self._waiting is not None:
-            limit = timedelta(seconds=max(_LEAST_S, timeout_s))
+            limit = timedelta(seconds=max(_LEAST_WAIT_S, timeout_s))
             with contextlib.suppress(RuntimeError):
                 self._waiting.wait([key], limit)
             return
@@ -212,18 +236,19 @@ class StoreMeeting:
             time.sleep(_POLL_S)
 
     def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:
+        """Rank 0's part of ``decide``: read all payloads, decide, write all answers."""
         ranks = range(self.world_size)
         keys = [f"{tag}/in/{rank}" for rank in ranks]
         answers: list[bytes] = []
         try:
             payloads = self._read(tag, keys, deadline_s, timeout_s, ranks=list(ranks))
-            answers = _signed(decide([each[1:] for each in payloads]))
+            answers = _signed(decide([payload[1:] for payload in payloads]))
         except Exception as error:
             numbers = facts(error) if isinstance(error, EcckptError) else {}
             fields = [type(error).__name__, f"{error}", numbers]
             answers = [b"-" + msgpack.packb(fields)] * self.world_size
             if not isinstance(error, EcckptError):
-                raise  # here with its traceback; the others learn its name
+                raise  # a bug: rank 0 shows the traceback, the other ranks raise its name
         finally:
             if _is_one_for_all(answers):
                 self._mine.set(f"{tag}/out/all", answers[0])  # type: ignore[arg-type]
@@ -234,6 +259,10 @@ class StoreMeeting:
     def _read(
         self, tag: str, keys: list[str], deadline_s: float, timeout_s: float, *, ranks: list[int]
     ) -> list[bytes]:
+        """Wait for keys and read them; key number i is the one that ``ranks[i]`` has to write.
+
+        Raises ``RankTimeout`` with the ranks that have not written theirs.
+        """
         left_s = max(0.001, deadline_s - time.monotonic())
         try:
             self._mine.wait(keys, timedelta(seconds=left_s))
@@ -251,12 +280,12 @@ class StoreMeeting:
 def meet(
     store: Store | None = None, *, rank: int | None = None, world_size: int | None = None
 ) -> Meeting:
-    """Find the other ranks.
+    """Find the other ranks, in one of three ways.
 
-    With the default process group initialised, its store is used and the session is broadcast
-    through it (the one collective of ecckpt: all ranks construct their ``Checkpointer``). With
-    ``store``, ``rank`` and ``world_size``, that store, which must be new for every start. Else
-    this process is alone.
+    With ``store``, ``rank`` and ``world_size``: over that store, which must be new for every start.
+    Otherwise with an initialised default process group: over its store. The session is then
+    broadcast through the group, the only collective that ecckpt uses, so all ranks must construct
+    their ``Checkpointer``. Otherwise this process is alone.
     """
     if store is not None:
         if rank is None or world_size is None or not 0 <= rank < world_size:
@@ -269,6 +298,7 @@ def meet(
 
 
 def _session_over(store: Store, rank: int) -> str:
+    """Rank 0 draws a session and sets it in the store; the other ranks read it."""
     if rank == 0:
         store.set("ecckpt/session", secrets.token_hex(_NONCE_BYTES))
     try:
@@ -279,6 +309,11 @@ def _session_over(store: Store, rank: int) -> str:
 
 
 def _broadcast_session() -> str:
+    """Rank 0 draws a session and broadcasts it.
+
+    Not over the store: the default group's store may be that of an earlier start and still have a
+    session.
+    """
     backend = dist.get_backend_config()
     device = "cpu" if "cpu" in str(backend) else f"cuda:{torch.cuda.current_device()}"
     nonce = torch.tensor(list(secrets.token_bytes(_NONCE_BYTES)), dtype=torch.uint8, device=device)
@@ -287,19 +322,26 @@ def _broadcast_session() -> str:
 
 
 def _signed(answers: Sequence[bytes]) -> list[bytes]:
-    """Marked as no errors; those that were one object still are."""
+    """Mark answers as successful.
+
+    Answers that were one object remain one object, which ``_is_one_for_all`` looks for.
+    """
     signed = {id(answer): b"+" + answer for answer in answers}
     return [signed[id(answer)] for answer in answers]
 
 
 def _is_one_for_all(answers: Sequence[bytes]) -> bool:
-    """Whether the store should keep it once: in thousands of copies it could take all memory."""
+    """Whether all ranks get the same long answer, which the store should keep once.
+
+    In thousands of copies it could take all memory of the store's host.
+    """
     if not answers or len(answers[0]) < _LONG_BYTES:
         return False
     return all(answer is answers[0] for answer in answers)
 
 
 def _open_answer(answer: bytes) -> bytes:
+    """The payload of an answer; raises the error that it carries instead."""
     if answer[:1] == b"+":
         return answer[1:]
     name, message, numbers = msgpack.unpackb(answer[1:])

@@ -1,4 +1,9 @@
-"""From a recovery plan to what one rank has to do: the decisions of a restore. Pure."""
+"""The decisions of a restore: from a recovery plan to orders for all ranks, and a verdict.
+
+Pure: no I/O, no clock. Rank 0 (client/restore/coordinator.py) plans, makes the orders and judges the outcomes. Every rank
+(client/restore/restorer.py) carries out its order. ``Order`` and ``Outcome`` travel between ranks
+as messages, by field name.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,12 @@ from ecckpt.protocol.messages.save import Target
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a shard comes to a home: ``local`` if it is there, else from these sources.
+    """How one shard gets to the node where its rank runs now.
 
-    ``sources`` maps a fragment's index to the addresses that have it, ``repair`` are the fragments
-    to make again afterwards.
+    Attributes:
+        local: that node has a whole copy, so nothing needs to be pulled.
+        sources: fragment index -> addresses of the agents that have the fragment.
+        repair: the fragments to make again after the restore, with their new holders.
     """
 
     header: Header
@@ -30,10 +37,10 @@ class Way:
 
 
 class Refusals:
-    """Generations that a restore passes over, with the reason: those that failed twice.
+    """Generations that a restore no longer tries, with the reason: those that failed twice.
 
-    Once is not enough: an agent that is being restarted, or a message that was late, must not cost
-    the steps since the generation before.
+    One failure is not enough. An agent that is just being restarted or one late message would
+    otherwise cost all steps since the generation before.
     """
 
     def __init__(self) -> None:
@@ -41,7 +48,10 @@ class Refusals:
         self._failed: set[Generation] = set()
 
     def fail(self, generation: Generation, why: str) -> bool:
-        """Some rank could not have its shard, or could not prove it; True if it is refused now."""
+        """Record that some rank could not get its shard or could not verify it.
+
+        Returns True if the generation is refused from now on.
+        """
         if generation in self._failed:
             self.refused[generation] = why
         self._failed.add(generation)
@@ -49,28 +59,36 @@ class Refusals:
 
 
 def passes_over(plan: RecoveryPlan) -> bool:
-    """Whether something newer than what is chosen (or anything, if nothing is) counts as lost."""
+    """Whether a newer generation than the chosen one counts as lost.
+
+    If none was chosen: whether there is any trace of a generation.
+    """
     if plan.chosen is None:
         return bool(plan.generations or plan.ruins)
-    newer = [each for each in plan.generations if each.generation > plan.chosen.generation]
-    return any(each.state == "lost" for each in newer)
+    newest = plan.chosen.generation
+    newer = [report for report in plan.generations if report.generation > newest]
+    return any(report.state == "lost" for report in newer)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a restore was asked for by name; neither: the newest."""
+    """What the caller of a restore asked for by name. With neither field: the newest generation."""
 
     step: int | None = None
     generation: Generation | None = None
 
     @property
     def named(self) -> bool:
-        """Whether somebody chose: later restarts then do not go beyond it by themselves."""
+        """Whether the caller named a generation or a step.
+
+        Such a restore is recorded as a roll-back, and later restarts do not go beyond it by
+        themselves.
+        """
         return self.step is not None or self.generation is not None
 
     @property
     def hint(self) -> str:
-        """What to do where it cannot be had."""
+        """What the user can do if the restore fails."""
         if not self.named:
             return "to start from scratch, give the run another name"
         what = f"generation {self.generation}" if self.generation else f"step {self.step}"
@@ -78,11 +96,12 @@ class Wanted:
 
 
 def likely_home(inventory: Inventory, wanted: Wanted, *, rank: int, ranks: int) -> Header | None:
-    """The home copy of this node that the rank will most likely be told to load, if there is one.
+    """The home copy that rank 0 will most likely order this rank to load; None without one.
 
-    The newest of its own that fits what was asked for. Only rank 0 knows what others have.
+    A rank verifies it ahead, while rank 0 still plans. It is the newest home copy of this rank that
+    fits what was asked for. Only rank 0 knows what other nodes have, so the order may be another.
     """
-    found = [
+    candidates = [
         header
         for header in inventory.headers
         if header.index == HOME
@@ -91,15 +110,23 @@ def likely_home(inventory: Inventory, wanted: Wanted, *, rank: int, ranks: int) 
         and wanted.generation in (None, header.shard.generation)
         and (wanted.named or not abandoned_by(header.shard.generation, inventory.roll_backs))
     ]
-    return max(found, key=lambda header: header.shard.generation, default=None)
+    return max(candidates, key=lambda header: header.shard.generation, default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What one rank shall do: bring this shard home from these sources; None: nothing is left.
+    """What rank 0 orders one rank to do: get the shard of ``header`` from ``sources``.
 
-    With ``shards``, make one from these instead; ``header`` is then this rank's own of them, or,
-    if another number of ranks saved, the first.
+    ``header`` is None if nothing can be restored. If ``shards`` is not empty, the rank makes a new
+    shard from all of these. ``header`` is then the rank's own one of them or, if another number of
+    ranks saved, the first.
+
+    Attributes:
+        local: the rank's node has a whole copy of the shard.
+        sources: fragment index -> addresses of the agents that have the fragment.
+        repair: the fragments to make again after the restore, with their new holders.
+        margin: how many more node losses the shard survives; -1 if nothing can be restored.
+        rejected: file name -> why an agent did not accept the file.
     """
 
     timeline: int
@@ -114,10 +141,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How it went.
+    """What became of one rank's order.
 
-    ok, bad (the bytes cannot be had or proven), room (there is none for them), mismatch (they do
-    not fit) or relaid (they do, but for DTensors that are cut in another way here).
+    Attributes:
+        kind: "ok"; "bad" if the bytes could not be had or verified; "room" if there is no memory
+            for them; "mismatch" if they do not fit the state; "relaid" if they do, but DTensors are
+            cut in another way than they were saved.
+        text: the reason, for the error message; empty for "ok".
     """
 
     kind: str
@@ -126,10 +156,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows from the outcomes of all ranks: go on and load, or try something else.
+    """What follows from the outcomes of all ranks.
 
-    ``failed`` is why some rank could not have its shard; ``relaid`` says that every rank has to
-    make its own from all.
+    Attributes:
+        go: all ranks load.
+        failed: why some rank could not get its shard; empty if all could.
+        relaid: every rank has to make its shard anew, from all shards.
     """
 
     go: bool
@@ -138,25 +170,33 @@ class Verdict:
 
 
 def judge(outcomes: Sequence[Outcome]) -> Verdict:
-    """Whether all ranks may load.
+    """Decide from the outcomes of all ranks whether all may load.
 
-    Raises ``StateMismatch`` if a state does not fit, and ``NoRoomToRestore``: an older generation
-    would need as much.
+    Raises ``StateMismatch`` if the shard does not fit the state of some rank, and
+    ``NoRoomToRestore`` if a node has no memory for it. Neither leads to an older generation, which
+    would not fit better and would need as much memory.
     """
-    mismatches = [each.text for each in outcomes if each.kind == "mismatch"]
+    mismatches = [outcome.text for outcome in outcomes if outcome.kind == "mismatch"]
     if mismatches:
         raise StateMismatch(mismatches)
-    room = [each.text for each in outcomes if each.kind == "room"]
+    room = [outcome.text for outcome in outcomes if outcome.kind == "room"]
     if room:
         raise NoRoomToRestore("; ".join(room[:4]))
-    bad = [each.text for each in outcomes if each.kind == "bad"]
-    relaid = any(each.kind == "relaid" for each in outcomes)
+    bad = [outcome.text for outcome in outcomes if outcome.kind == "bad"]
+    relaid = any(outcome.kind == "relaid" for outcome in outcomes)
+    # Four reasons are enough for a message; a partition can produce one per rank.
     return Verdict(not bad and not relaid, "; ".join(bad[:4]), relaid)
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What orders go by beside the plan: the restore's timeline, the ranks' homes, the nodes."""
+    """What the orders depend on beside the recovery plan.
+
+    Attributes:
+        timeline: the one that this restore begins.
+        homes: the node of each rank.
+        address: of each node's agent.
+    """
 
     timeline: int
     homes: Sequence[str]
@@ -167,21 +207,40 @@ class Ground:
 def orders(
     plan: RecoveryPlan, ground: Ground, rejected: Mapping[str, str], *, alike: bool, relaid: bool
 ) -> list[Order]:
-    """An order for each rank.
+    """Make the order for each rank.
 
-    On as many ranks as saved each brings home its own shard, and re-makes what was lost of it;
-    ``relaid``: it then makes another one from all shards. On another number, or if all orders shall
-    be ``alike``, there is nothing but all shards.
+    If as many ranks restore as saved, each gets its own shard and re-makes the lost fragments of
+    it; with ``relaid`` it then makes another shard from all of them. If another number saved, or
+    with ``alike``, all orders are the same and consist of all shards.
     """
     ranks, chosen = len(ground.homes), plan.chosen
     if chosen is None:
-        return [Order(ground.timeline, None, False, {}, (), -1, rejected, ())] * ranks
+        return [_shared_order(ground, None, -1, rejected, ())] * ranks
     if alike or chosen.world_size != ranks:
-        shards, margin = sources_of(chosen), chosen.margin
-        header = shards[0].header
-        return [Order(ground.timeline, header, False, {}, (), margin, rejected, shards)] * ranks
+        shards = sources_of(chosen)
+        return [_shared_order(ground, shards[0].header, chosen.margin, rejected, shards)] * ranks
     shards = sources_of(chosen) if relaid else ()
     return [_own_order(shard, ground, rejected, shards) for shard in chosen.shards]
+
+
+def _shared_order(
+    ground: Ground,
+    header: Header | None,
+    margin: int,
+    rejected: Mapping[str, str],
+    shards: tuple[ShardSources, ...],
+) -> Order:
+    """The order that all ranks get alike. Nothing is pulled to a home or repaired with it."""
+    return Order(
+        timeline=ground.timeline,
+        header=header,
+        local=False,
+        sources={},
+        repair=(),
+        margin=margin,
+        rejected=rejected,
+        shards=shards,
+    )
 
 
 def _own_order(
@@ -192,30 +251,34 @@ def _own_order(
 ) -> Order:
     way = way_home(shard, ground.homes[shard.rank], ground.placement, ground.address)
     return Order(
-        ground.timeline,
-        way.header,
-        way.local,
-        way.sources,
-        way.repair,
-        shard.margin,
-        rejected,
-        shards,
+        timeline=ground.timeline,
+        header=way.header,
+        local=way.local,
+        sources=way.sources,
+        repair=way.repair,
+        margin=shard.margin,
+        rejected=rejected,
+        shards=shards,
     )
 
 
 def way_home(
     shard: ShardReport, home: str, placement: Placement, address: Mapping[str, str]
 ) -> Way:
-    """How a shard that is not lost comes to its rank's node; ``address`` is each node's."""
+    """How a shard that is not lost gets to ``home``; ``address`` maps nodes to addresses.
+
+    For each data fragment the nodes with a whole copy are sources too, after those that hold the
+    fragment.
+    """
     assert shard.header is not None
     header = shard.header
-    if header.home != home:
+    if header.home != home:  # the rank has moved since the save
         header = replace(header, home=home)
     sources = {}
     for index in range(header.n):
         nodes = shard.fragments.get(index, ())
         if index < header.k:
-            nodes += tuple([each for each in shard.homes if each not in nodes])
+            nodes += tuple([node for node in shard.homes if node not in nodes])
         if nodes:
             sources[index] = tuple([address[node] for node in nodes])
     missing: Mapping[int, str] = {}
@@ -226,12 +289,13 @@ def way_home(
             present=shard.fragments,
             holders=placement.holders[home],
             nodes=placement.domains,
-            near=(node.id for node in placement.ring(home)),  # losses stay within the group
+            # The own group first, so that a shard depends on one group as far as possible.
+            near=(node.id for node in placement.ring(home)),
         )
     targets = tuple([Target(index, node, address[node]) for index, node in missing.items()])
     return Way(header, home in shard.homes, sources, targets)
 
 
 def as_told(sources: Mapping[int, tuple[str, ...]]) -> tuple[Sources, ...]:
-    """The sources of a way or an order, as an agent is told them."""
+    """The sources of a way or an order, as the messages to an agent have them."""
     return tuple(Sources(index, addresses) for index, addresses in sources.items())

@@ -64,6 +64,11 @@ class Fetch:
     memory_bytes: int
     timeout_s: float
 
+    @property
+    def places(self) -> dict[int, tuple[str, ...]]:
+        """The addresses that have each fragment, by its index."""
+        return {each.index: each.addresses for each in self.sources}
+
 
 @dataclass(frozen=True, slots=True)
 class Fetched:

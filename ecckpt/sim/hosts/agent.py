@@ -232,8 +232,8 @@ class SimulatedAgent(Actor):
         header = message.header
         table = yield from self._puller.table(message)
         views = data_views(header, region) + parity_views(header, fetching.parity)
-        gathering, rebuilt = yield from self._puller.gather(message, views, table)
-        return Gathered(table, gathering.pulled_bytes, rebuilt, tuple(gathering.problems))
+        plan = yield from self._puller.gather(message, views, table)
+        return Gathered(table, plan.pulled_bytes, len(plan.computed), tuple(plan.problems))
 
     def read(self, source: Region | DiskFile, offset: int, size_bytes: int) -> bytearray:
         """Some bytes of what it has, for whoever asks."""

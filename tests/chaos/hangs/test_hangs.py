@@ -147,7 +147,7 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
 @pytest.mark.long
 def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
     # Its refusal was taken for what others need, and who took two seconds was left behind.
-    shard = bytes(range(256)) * 3500
+    shard = bytes(range(256)) * 35000
     with LocalCluster(nodes=6) as cluster:
         store(cluster, [shard])
         address = {node: cluster.client(node).node().address for node in cluster.nodes}
@@ -157,7 +157,7 @@ def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
         held = {
             each.index: node for node in headers for each in headers[node] if each.index != HOME
         }
-        with _Slow(address[held[1]], 100_000) as one, _Slow(address[held[2]], 100_000) as other:
+        with _Slow(address[held[1]], 1_000_000) as one, _Slow(address[held[2]], 1_000_000) as other:
             sources = [Sources(index, (address[held[index]],)) for index in sorted(held)]
             sources[0] = Sources(0, ("127.0.0.1:1",))
             sources[1], sources[2] = (

@@ -38,7 +38,7 @@ SCALARS = {
     bytes: st.binary(max_size=20),
     Generation: generations,
     Header: headers(),
-    Headers: st.lists(headers(), max_size=3).map(Headers.of),
+    Headers: st.lists(headers(), max_size=3).map(Headers.from_headers),
 }
 # A value of the wrong type for each annotation; composed ones are told apart by what they hold.
 WRONG = {
@@ -172,7 +172,7 @@ def test_numbers_of_a_header_are_checked_in_messages_too():
 
 def columns(*files, **changed):
     """Packed ``Headers`` of these files, and what they are once something is changed in that."""
-    body = plain(Headers.of(files))
+    body = plain(Headers.from_headers(files))
     return msgpack.packb(body | changed)
 
 
@@ -218,7 +218,7 @@ def test_columns_that_are_no_headers_are_refused(changed, why):
 
 def test_a_packed_header_may_have_further_fields_too():
     body = columns(header(3), shards=[packed(later="x" * 3000)])
-    assert unpack_message(Headers, body) == Headers.of([header(3)])
+    assert unpack_message(Headers, body) == Headers.from_headers([header(3)])
 
 
 # -- what is read without the type -----------------------------------------------------------------

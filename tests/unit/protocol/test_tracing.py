@@ -21,12 +21,12 @@ def test_a_span_is_noted_also_if_its_block_raises():
         raise KeyError
     began = moment()
     tracer.since(began, "choose", SHARD)
-    first, second = tracer.of("run")
+    first, second = tracer.spans_of("run")
     assert (first.name, first.shard, first.index) == ("pull", SHARD, 4)
     assert (second.name, second.index) == ("choose", -1)
     assert first.began_unix_s <= second.began_unix_s == began[0]
     assert first.seconds >= 0
-    assert tracer.of("another") == ()
+    assert tracer.spans_of("another") == ()
 
 
 def test_spans_are_taken_once_and_bounded():

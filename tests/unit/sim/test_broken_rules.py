@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ecckpt.agent.core import gather_plan as gathering
 from ecckpt.agent.core import hold, protect
 from ecckpt.agent.core import run_record as ledger
 from ecckpt.agent.core import run_records as ledgers
@@ -30,6 +29,7 @@ from ecckpt.format.block_ranges import Flags
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation
 from ecckpt.policy import survival as recovery
+from ecckpt.policy.gather_plan import GatherPlan
 from ecckpt.policy.retention import Keep
 from ecckpt.policy.survival import RecoveryPlan
 from ecckpt.protocol.verbs import PROTECT
@@ -239,14 +239,14 @@ def _never_begins_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tries_every_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: a bit that flipped on the way was as bad as one in memory."""
-    of = gathering.Gathering.of
+    begin_pass = GatherPlan._begin_pass
 
-    def once(message: Any) -> gathering.Gathering:
-        found = of(message)
-        found.again.clear()
-        return found
+    def once(self: GatherPlan, *, again: bool) -> None:
+        begin_pass(self, again=again)
+        if again:
+            self._left = [{} for _ in self._left]
 
-    monkeypatch.setattr(gathering.Gathering, "of", once)
+    monkeypatch.setattr(GatherPlan, "_begin_pass", once)
     _refuses_at_once(monkeypatch)
 
 
@@ -354,7 +354,7 @@ def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan(run: str, inventories: Any, **fields: Any) -> RecoveryPlan:
         return plan_recovery(
-            run, [replace(each, disk=Headers.of(())) for each in inventories], **fields
+            run, [replace(each, disk=Headers.from_headers(())) for each in inventories], **fields
         )
 
     monkeypatch.setattr(coordinator, "plan_recovery", plan)

@@ -116,10 +116,8 @@ def mapped(shard: bytes, report: ShardReport) -> bytearray:
 def test_this_nodes_own_copy_is_read_where_it_lies(saved):
     cluster, report, shard = saved
     home = mapped(shard, report)
-    reader = reader_of(cluster, report, near="n0", home=lambda _: memoryview(home))
-    for client in reader._peers.clients.values():
-        reader._peers.silent.add(client.node().node)
-    reader._peers.silent.discard("n0")
+    others = tuple(node for node in cluster.nodes if node != "n0")
+    reader = reader_of(cluster, report, lost=others, near="n0", home=lambda _: memoryview(home))
     home[5] ^= 1  # it is copied, and what was copied is proven; the node itself has it right
     assert read(reader, [(0, 10)]) == [shard[:10]]
     assert set(reader._problems) == {"block 0 of fragment 0 at n0 is bad"}

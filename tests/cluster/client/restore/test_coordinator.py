@@ -7,8 +7,9 @@ import torch
 
 import ecckpt
 from ecckpt.errors import AgentUnreachable
-from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.verbs import BEGIN, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.worlds import instead_of
 
 NODES = 6
 
@@ -23,13 +24,12 @@ def checkpointer(cluster, node):
 def begun(monkeypatch):
     """How many times each agent was asked to begin a timeline."""
     asked = Counter()
-    begin = AgentClient.begin
 
-    def counted(client, message):
+    def counted(client, message, real):
         asked[client.address] += 1
-        return begin(client, message)
+        return real()
 
-    monkeypatch.setattr(AgentClient, "begin", counted)
+    instead_of(monkeypatch, BEGIN, counted)
     return asked
 
 
@@ -70,9 +70,9 @@ def test_nobody_of_those_asked_first_answers(begun, monkeypatch):
         begun.clear()
         cluster.kill(cluster.nodes[0])
 
-        def silent(client, run):
+        def silent(client, run, real):
             raise AgentUnreachable(client.address, "no answer")
 
-        monkeypatch.setattr(AgentClient, "inventory", silent)
+        instead_of(monkeypatch, INVENTORY, silent)
         assert torch.equal(restored_on_a_new_node(cluster)["w"], state["w"])
         assert list(begun.values()) == [2] * NODES

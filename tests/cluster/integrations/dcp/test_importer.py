@@ -179,7 +179,7 @@ def test_by_command(capsys, cluster, folder):
     assert "knows run 'by-command' already" in err
     status, _, err = command(capsys, "import", "tied", folder, "--root", root, "--tie", "a=b")
     assert status == 2
-    assert "DCP's folders have every name" in err
+    assert "--tie is not for DCP's folders" in err
 
 
 # -- refusing -------------------------------------------------------------------------------------

@@ -244,10 +244,14 @@ def escape(fields):
         (break_index, "index.json cannot be read", False),
         (lambda f: (f / "model-00002-of-00003.safetensors").unlink(), "named in the index", False),
         (lambda f: (f / INDEX).unlink(), "neither", False),
-        (lambda f: (f / SINGLE).write_bytes(b""), "model.safetensors is there, but not", False),
+        (
+            lambda f: (f / SINGLE).write_bytes(b""),
+            "model.safetensors is in the folder, but not",
+            False,
+        ),
         (
             lambda f: (f / "model-00004-of-00004.safetensors").write_bytes(b""),
-            "model-00004-of-00004.safetensors is there, but not named",
+            "model-00004-of-00004.safetensors is in the folder, but not named",
             False,
         ),
         (
@@ -362,4 +366,4 @@ def test_sizes_that_are_none(capsys, text):
     command = ["export", "r", "h:1", "--to", "safetensors", "x", f"--max-shard-bytes={text}"]
     with pytest.raises(SystemExit):
         cli.main(command)
-    assert "is no size" in capsys.readouterr().err
+    assert "is not a size" in capsys.readouterr().err

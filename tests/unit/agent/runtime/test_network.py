@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,14 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import TooFewFragments
 from ecckpt.format.fragment_file import Header, pack_table
 from ecckpt.protocol.agent_client import AgentClient, shard_path
 from ecckpt.protocol.encoding import pack_message, unpack_message
+from ecckpt.protocol.gather import find_table
 from ecckpt.protocol.messages.node import Done
-from ecckpt.protocol.messages.restore import Fetch, Sources
 from ecckpt.protocol.messages.save import (
     Commit,
     Held,
@@ -30,7 +28,6 @@ from ecckpt.protocol.messages.save import (
     Stage,
     Watch,
 )
-from ecckpt.protocol.tracing import Tracer
 from ecckpt.protocol.verbs import COMMIT, HOLD, INVENTORY, PREFETCH, PROTECT, RESERVE, STAGE, WATCH
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.builders import generation, header, table_of
@@ -185,11 +182,15 @@ def test_checksums_are_asked_for_twice(refusals: int) -> None:
     home.refusals = refusals
     head = home.shard(1)[0].at(-1)
     with serving(home) as address:
-        message = Fetch(head, 1, (Sources(0, (address,)),), 0, 30.0)
-        network = PeerNetwork("", Tracer())
+        client = AgentClient(address)
+
+        def ask() -> np.ndarray:
+            return find_table(
+                head, {0: (address,)}, lambda _: client.table(head), silent=set(), problems=[]
+            )
+
         if refusals > 1:
             with pytest.raises(TooFewFragments, match="checksums of"):
-                network._table(message, time.monotonic() + 30)
+                ask()
         else:
-            table = network._table(message, time.monotonic() + 30)
-            assert table.shape == table_of(head).shape
+            assert ask().shape == table_of(head).shape
