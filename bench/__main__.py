@@ -1,9 +1,9 @@
 """All benches, one after another: ``python -m bench [--quick] [--record]``.
 
-Each runs in a process of its own and prints its own tables. With ``--record`` a dated line with
-all that they measured is appended to ``bench/results.jsonl``, a row with the most telling of it to
-``bench/README.md``, and the charts in ``docs/`` are drawn anew (bench/chart.py). For a machine with
-nothing else to do; it takes about 20 minutes.
+Each bench runs in its own process and prints its own tables. ``--record`` appends a dated line with
+all figures to ``bench/results.jsonl`` and a row with the most important ones to
+``bench/README.md``, and draws the charts in ``docs/`` anew (bench/chart.py). Run it on a machine
+with nothing else to do; it takes about 20 minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.measuring import touch_free_memory
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 
-# Name, module and arguments; for a quick look other arguments.
+# Name, module and arguments, and those for ``--quick``.
 RUNS = (
     ("save", ("bench.save",), ("bench.save",)),
     ("save, 20,000 tensors", ("bench.save", "--tensors", "20000"), ()),
@@ -40,7 +40,7 @@ RUNS = (
 
 
 def run(command: tuple[str, ...]) -> dict[str, object]:
-    """Run a bench, pass on what it prints, return the JSON in its last line."""
+    """Run a bench, pass its output on, return the JSON in its last line."""
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     last = ""
@@ -54,7 +54,7 @@ def run(command: tuple[str, ...]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run them, and record what they say if asked."""
+    """Run all benches; record their figures with ``--record``."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--record", action="store_true", help="in bench/results.jsonl and docs/")

@@ -1,4 +1,4 @@
-"""The charts of docs/PERFORMANCE.md, from one recorded run: horizontal bars, one figure each."""
+"""The charts of docs/PERFORMANCE.md from one recorded run: horizontal bars, one figure a bar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bar = tuple[str, float, str]
 
 
 def chart(title: str, note: str, bars: Sequence[Bar], unit: str) -> str:
-    """An SVG of labelled bars; the longest takes all the room."""
+    """Return an SVG of labelled bars; the longest bar takes the full width."""
     longest = max(value for _, value, _ in bars)
     room = WIDTH - LABEL - 90
     height = TOP + STEP * len(bars) + 30
@@ -40,7 +40,7 @@ def chart(title: str, note: str, bars: Sequence[Bar], unit: str) -> str:
 
 
 def colored(ratios: Mapping[str, float]) -> list[Bar]:
-    """Bars, shortest first: ours, the unit, everybody else's."""
+    """Return bars, shortest first: of ecckpt, of the unit, and of the peers."""
     found = []
     for name, value in sorted(ratios.items(), key=lambda item: item[1]):
         limit = name.startswith(("memcpy", "our transport"))
@@ -50,7 +50,7 @@ def colored(ratios: Mapping[str, float]) -> list[Bar]:
 
 
 def copies_chart(copies: Mapping[str, float], note: str) -> str:
-    """What it takes to have a state on other nodes too."""
+    """Draw the time to have a state on other nodes too."""
     saves = {
         name: value / copies["memcpy"]
         for name, value in copies.items()
@@ -61,7 +61,7 @@ def copies_chart(copies: Mapping[str, float], note: str) -> str:
 
 
 def costs_chart(costs: Sequence[Mapping[str, Any]], note: str) -> str:
-    """CPU of saves of one size."""
+    """Draw the CPU time of saves of one size."""
     cpu = {
         each["what"]: each["caller_cpu_s_per_gb"] + each["other_cpu_s_per_gb"]
         for each in costs
@@ -72,7 +72,7 @@ def costs_chart(costs: Sequence[Mapping[str, Any]], note: str) -> str:
 
 
 def recovery_chart(recovery: Mapping[str, float], note: str) -> str:
-    """Protecting and restoring, beside plain pulls."""
+    """Draw protecting and restoring beside plain pulls."""
     names = ("protect", "pull fragments", "pull copies", "restore, process died")
     names += ("restore, 3 nodes lost", "pull shard", "pull shard, fresh memory", "memcpy")
     bars = [
@@ -84,7 +84,7 @@ def recovery_chart(recovery: Mapping[str, float], note: str) -> str:
 
 
 def draw(row: Mapping[str, Any]) -> None:
-    """Write the charts for a recorded run, as far as it has their figures."""
+    """Write those charts for a recorded run whose figures it has."""
     note = f"{row['date']}, {row['machine']}, torch {row['versions']['torch']}"
     charts = {}
     if state := row.get("state"):

@@ -1,15 +1,15 @@
 """nvidia-resiliency-ext's local checkpoints: whole copies among a clique of ranks, over gloo.
 
-For ``bench.elsewhere``, one process a rank; all ranks of a clique run a case at the same time.
+``bench.elsewhere`` runs each rank in its own process. All ranks of a clique run a case at the same
+time. Some parts need a GPU (0.4.1), and so are not run:
 
-What of it needs a GPU (0.4.1), and so is not run:
-
-- ``BasicTensorAwareStateDict`` refuses other tensors; a class is derived here that does not look.
+- ``BasicTensorAwareStateDict`` refuses tensors in the host's memory; this file derives a class
+  without that check.
 - ``save(is_async=True)`` ends in ``torch.cuda.synchronize()``: "Torch not compiled with CUDA
-  enabled". So *save* is the synchronous one, and *exchange* that part of it which is on the
+  enabled". So *save* is the synchronous save, and *exchange* is the part of it that is on the
   caller's path in both.
 - A rank whose files are lost receives them into ``torch.empty_like(..., device="cuda")``, with the
-  same message. So a load is one from the rank's own files.
+  same message. So a load reads the rank's own files.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if INSTALLED:
     )
 
     class OnCpu(BasicTensorAwareStateDict):
-        """The same, of tensors in the host's memory; they are pickled, so it is at this level."""
+        """The same for tensors in the host's memory; at module level, because it is pickled."""
 
         def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
             self.state_dict = tensors
             self._is_hollow = False
 
         def restore_tensor_device(self, non_blocking: bool = True) -> None:
-            """They are there already."""
+            """Do nothing: the tensors are in the host's memory already."""
 
 
 def _manager(folder: Path) -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ def _manager(folder: Path) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def member(folder: Path, mib: int, rank: int, ranks: int, meeting: str) -> Iterator[dict[str, Any]]:
-    """One rank with so much state of its own, whose copies all the others keep."""
+    """One rank with that much state of its own; all other ranks keep copies of it."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(meeting, ranks), rank=rank, world_size=ranks
     )
@@ -84,7 +84,7 @@ def member(folder: Path, mib: int, rank: int, ranks: int, meeting: str) -> Itera
 
 @contextlib.contextmanager
 def clique(ranks: int, mib: int) -> Iterator[list[Elsewhere]]:
-    """All ranks of one, who share a state of ``mib``."""
+    """All ranks of one clique, which share a state of ``mib``."""
     with contextlib.ExitStack() as stack:
         meeting = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))) / "store"
         members = [
@@ -97,7 +97,7 @@ def clique(ranks: int, mib: int) -> Iterator[list[Elsewhere]]:
 
 
 def together(members: Sequence[Elsewhere], name: str) -> Timed:
-    """A case that all run, until the last one has."""
+    """Return a case that all ranks run; it ends when the last rank has."""
 
     def run() -> float:
         for each in members:

@@ -1,8 +1,8 @@
 """How fast the codec is, in units of one memcpy: ``python -m bench.codec``.
 
 A ratio is the time of one ``memcpy`` call over the k data fragments divided by the time of the
-case, in the same round; a table shows the medians over the rounds. Above 1 is faster than copying
-the data once. ``bench/README.md`` says how to read the rest; ``--record`` adds a row to it and
+case, in the same round; a table shows the medians over the rounds. A ratio above 1 is faster than
+copying the data once. ``bench/README.md`` explains the cases; ``--record`` adds a row to it and
 draws the chart in ``docs/``.
 """
 
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def fragments(self) -> dict[int, np.ndarray]:
-        """Data and parity by index."""
+        """Return data and parity by index."""
         return dict(enumerate([*self.data, *self.parity]))
 
 
@@ -73,7 +73,7 @@ def memcpy(memory: Memory) -> Callable[[], object]:
 
 
 def our_cases(memory: Memory, engine: str, threads: int = 1) -> dict[str, Case]:
-    """Return what a save and a restore do."""
+    """Return the cases of a save and a restore."""
     coder = Codec(memory.k, memory.m, engine=engine)
     data, parity, copies = memory.data, memory.parity, memory.copies
 
@@ -83,8 +83,8 @@ def our_cases(memory: Memory, engine: str, threads: int = 1) -> dict[str, Case]:
         )
 
     def rebuild(lost: int, restore: bool) -> Callable[[], object]:
-        # The k present fragments with the lowest indices, as a restore pulls them. What is missing
-        # is rebuilt in place; a restore makes the whole payload elsewhere.
+        # The k present fragments with the lowest indices, as a restore pulls them. Missing ones are
+        # rebuilt in place; a restore makes the whole payload elsewhere.
         fragments = memory.fragments
         present = {i: fragments[i] for i in range(lost, memory.k + lost)}
         place = copies if restore else data
@@ -110,7 +110,7 @@ def other_cases(memory: Memory, full: bool) -> dict[str, Case]:
         for name, copies in (("", []), ("copy + ", memory.copies)):
             move = mover(memory.data, memory.parity, copies)
             cases[f"limit: {name}encode without arithmetic"] = Case(move)
-        for lost in (1, memory.m):  # spoils the data: from here on only times matter
+        for lost in (1, memory.m):  # spoils the data: from here on only times count
             present = [*memory.data[lost:], *memory.parity[:lost]]
             move = mover(present, memory.data[:lost], [])
             cases[f"limit: rebuild {lost} without arithmetic"] = Case(move)
@@ -132,7 +132,7 @@ def other_cases(memory: Memory, full: bool) -> dict[str, Case]:
 
 
 def one_thread(memory: Memory, rounds: int, full: bool) -> dict[str, Case]:
-    """Measure everything in one thread, by its CPU time."""
+    """Measure all cases in one thread, by its CPU time."""
     cases = {MEMCPY: Case(memcpy(memory))}
     cases |= our_cases(memory, engines()[0]) | other_cases(memory, full)
     take_turns(cases, rounds, cpu_clock)
@@ -140,9 +140,9 @@ def one_thread(memory: Memory, rounds: int, full: bool) -> dict[str, Case]:
 
 
 def two_threads(memory: Memory, rounds: int) -> dict[str, float]:
-    """Return how much sooner two threads are done than one, by the clock on the wall.
+    """Return how much sooner two threads are done than one, by wall time.
 
-    Nothing can be said of that while other processes want the CPUs: then the result is empty.
+    While other processes want the CPUs this cannot be measured: then the result is empty.
     """
     for _ in range(ATTEMPTS):
         alone, shared = our_cases(memory, engines()[0]), our_cases(memory, engines()[0], threads=2)
@@ -164,12 +164,12 @@ def print_table(title: str, ratios: dict[str, tuple[float, float]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, and record if asked."""
+    """Measure and print; record with ``--record``."""
     parser = argparse.ArgumentParser(prog="python -m bench.codec")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--codes", default=",".join(f"{k}+{m}" for k, m in CODES))
     parser.add_argument("--quick", action="store_true", help="without zfec, pyeclib, two threads")
-    parser.add_argument("--tmpfs", action="store_true", help="in tmpfs memory, as the agent's is")
+    parser.add_argument("--tmpfs", action="store_true", help="use tmpfs memory, as the agent does")
     parser.add_argument("--record", action="store_true", help="into bench/README.md and docs/")
     arguments = parser.parse_args()
     codes = [tuple(map(int, code.split("+"))) for code in arguments.codes.split(",")]
@@ -190,7 +190,7 @@ def main() -> None:
         if not arguments.quick:
             speedups = two_threads(memory, arguments.rounds)
             listed = ", ".join(f"{name} {speedup:.2f}" for name, speedup in speedups.items())
-            print(f"2 threads, x 1 thread: {listed or 'others want the CPUs'}")
+            print(f"2 threads, x 1 thread: {listed or 'not measured on a busy machine'}")
             found[k, m] |= {f"2 threads: {name}": value for name, value in speedups.items()}
     print(f"\n{record.reach(found)}")
     if arguments.record and not arguments.tmpfs:

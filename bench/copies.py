@@ -1,14 +1,14 @@
 """A shard made safe by whole copies, and by coding: ``python -m bench.copies``.
 
-256 MiB in all, on this machine. In each round
+The state is 256 MiB in all, on this machine. In each round
 
-- ecckpt: one rank saves, until all ten fragments of RS(8, 2) are verified on other nodes (any three
-  nodes may be lost then);
+- one rank of ecckpt saves, until all ten fragments of RS(8, 2) are verified on other nodes (any
+  three nodes may be lost then);
 - 1, 2 or 3 processes pull the whole shard from its agent through the same transport, check nothing
-  and keep it in memory that they had before: what keeping 1, 2 or 3 whole copies costs at least;
-- nvidia-resiliency-ext, where it is installed: cliques of 2 and of 4 ranks, which share the 256 MiB
-  and keep 1 and 3 copies on other ranks, over gloo, in files in tmpfs, and loading from a rank's
-  own file (``bench.cliques``).
+  and keep it in memory that they had before: the least cost of keeping 1, 2 or 3 whole copies;
+- nvidia-resiliency-ext, where it is installed, runs cliques of 2 and of 4 ranks, which share the
+  256 MiB and keep 1 and 3 copies on other ranks, over gloo, in files in tmpfs; a rank also loads
+  from its own file (``bench.cliques``).
 
 Times are medians over the rounds, in seconds and in units of one memcpy of the 256 MiB.
 """
@@ -37,7 +37,7 @@ ROUNDS = 3
 
 @contextlib.contextmanager
 def ours(mib: int) -> Iterator[dict[str, Timed]]:
-    """Coding, and only copying, from the same agents."""
+    """Return cases of coding, and of only copying, from the same agents."""
     state = state_of(mib, None)
     with (
         LocalCluster(nodes=NODES) as cluster,
@@ -68,7 +68,7 @@ def ours(mib: int) -> Iterator[dict[str, Timed]]:
 
 
 def theirs(stack: contextlib.ExitStack, mib: int, factors: tuple[int, ...]) -> dict[str, Timed]:
-    """Cliques of so many ranks each."""
+    """Return cases of cliques with these numbers of ranks."""
     cases: dict[str, Timed] = {}
     for factor in factors:
         members = stack.enter_context(cliques.clique(factor, mib))
@@ -83,7 +83,7 @@ def theirs(stack: contextlib.ExitStack, mib: int, factors: tuple[int, ...]) -> d
 
 
 def measure(mib: int, rounds: int, factors: tuple[int, ...]) -> dict[str, list[float]]:
-    """Seconds of every case in every round."""
+    """Return the seconds of every case in every round."""
     source, target = np.ones(mib << 20, np.uint8), np.ones(mib << 20, np.uint8)
 
     def copy() -> None:

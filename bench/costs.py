@@ -1,18 +1,19 @@
 """What a save and a restore cost: ``python -m bench.costs``.
 
-CPU seconds per GB of state, of the calling process (of a clique: all its ranks) and of all others
-that it started; bytes over loopback and memory, kept afterwards and at the most, beyond what there
-was before (the first save; each restore), per byte of state; and seconds. ecckpt with RS(8, 2) on
-eleven agents, for 64 MiB, 256 MiB and 1 GiB a rank, with three nodes lost or (256 MiB) one or two;
-the peers for 256 MiB.
+A row has the CPU seconds per GB of state, of the calling process (of a clique: all its ranks) and
+of all other processes that it started; bytes over loopback; memory, kept afterwards and at the
+most, beyond the memory before (the first save; each restore); and seconds. Bytes and memory are per
+byte of state. ecckpt runs RS(8, 2) on eleven agents, for 64 MiB, 256 MiB and 1 GiB a rank, with
+three nodes lost or (256 MiB) one or two; the peers run 256 MiB.
 
-- ecckpt's save is until it is committed, its seconds until it is protected; ``dcp.async_save``
-  until all is written, its seconds until the caller may go on. The others are all eleven agents,
-  as if this machine were all nodes: encoding, serving, pulling and checking of one shard.
-- Memory is what processes keep for themselves and all of /dev/shm; that, and loopback, are the
-  machine's: nothing else may use them meanwhile.
-- CPU and bytes are means over the rounds, seconds medians; the most memory is looked for in a round
-  of its own.
+- ecckpt's save lasts until it is committed, its seconds until it is protected; ``dcp.async_save``
+  lasts until all is written, its seconds until the caller may go on. ecckpt's other processes are
+  all eleven agents, as if this machine were all nodes: encoding, serving, pulling and checking of
+  one shard.
+- Memory is the processes' private memory and all of /dev/shm. /dev/shm and loopback belong to the
+  whole machine: no other program may use them meanwhile.
+- CPU and bytes are means over the rounds, seconds medians; a separate round looks for the most
+  memory.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from ecckpt.testing.local_cluster import LocalCluster
 
 SIZES_MIB = (64, 256, 1024)
 PEERS_MIB = 256
-ROOM = 10  # times the state: its copy at home, fragments, the generation after, the state itself
+ROOM = 10  # times the state: its copy at home, fragments, the next generation, the state itself
 GB = 1e9
 
-# What makes a peer's cases, which of them saves, and which loads if that is to be measured.
+# The maker of a peer's cases, the case that saves, and the case that loads, if measured.
 PEERS = (
     (one_file, "torch.save", "torch.load, into the state"),
     (one_file, "safetensors save_file", "safetensors load_file, into the state"),
@@ -55,7 +56,7 @@ PEERS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one save or restore; per byte of state where not said otherwise."""
+    """Costs of one save or restore, per byte of state unless the name has another unit."""
 
     what: str
     mib: int
@@ -81,7 +82,7 @@ HEADINGS = (
 
 @contextlib.contextmanager
 def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
-    """For ``bench.elsewhere``: all saves come before the first restore, which ends the saver."""
+    """Cases for ``bench.elsewhere``: all saves precede the first restore, which ends the saver."""
     state = state_of(mib, None)
     with LocalCluster(nodes=NODES, folder=folder) as cluster, contextlib.ExitStack() as stack:
         home, steps = cluster.nodes[0], iter(range(1 << 20))
@@ -121,17 +122,17 @@ def coded(folder: Path, mib: int) -> Iterator[dict[str, Timed]]:
 
 
 class Meter:
-    """Measures cases of some processes that hold ``mib`` of state together."""
+    """Measures cases of processes that hold ``mib`` of state together."""
 
     def __init__(self, callers: Sequence[Elsewhere], mib: int, rounds: int) -> None:
         self._callers, self._mib, self._rounds = callers, mib, rounds
 
     def save(self, what: str, case: str, *, warm_ups: int = 1) -> Cost:
-        """What a save costs, with all that there was not before the first one."""
+        """Return the costs of a save; memory counts from before the first save."""
         return self._cost(what, case, lambda: 0.0, warm_ups, self._memory_bytes())
 
     def restore(self, what: str, case: str, *, before: str = "") -> Cost:
-        """What a restore costs; ``before`` each, another case runs that does not count."""
+        """Return the costs of a restore; the case ``before`` runs ahead of each, uncounted."""
         prepare = cliques.together(self._callers, before) if before else lambda: 0.0
         return self._cost(what, case, prepare, 1, None)
 
@@ -178,7 +179,7 @@ class Meter:
 
 
 def ours(mib: int, rounds: int) -> Iterator[Cost]:
-    """Of ecckpt; nothing, and a line that says so, if the machine is too small."""
+    """Yield the costs of ecckpt; if the machine is too small, print that and yield nothing."""
     free_bytes = shutil.disk_usage(usage.TMPFS).free
     if free_bytes < ROOM * mib << 20:
         print(
@@ -198,7 +199,7 @@ def ours(mib: int, rounds: int) -> Iterator[Cost]:
 
 
 def theirs(mib: int, rounds: int) -> Iterator[Cost]:
-    """Of the peers, each in new processes."""
+    """Yield the costs of the peers, each in new processes."""
     for make, save, load in PEERS:
         with Elsewhere(make, mib, None) as caller:
             caller.names()

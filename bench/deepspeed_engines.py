@@ -1,12 +1,12 @@
 """DeepSpeed's checkpoint engines, as its ``engine.save_checkpoint`` calls them, in tmpfs.
 
-- *torch* is what one gets without asking for anything.
-- *fast* with the ``python`` writer. Its own writer pins its buffers when it is made, and on a host
+- *torch* is the default.
+- *fast* uses the ``python`` writer. Its own writer pins its buffers when it is made, and on a host
   without an accelerator that raises "Cannot access accelerator device when none is available".
-- *decoupled*: a process of its own writes, with the same writer. No copy is taken: after the first
+- *decoupled* writes in a separate process, with the same writer. It takes no copy: after the first
   save the state's own tensors are in shared memory, and DeepSpeed commits before the next optimizer
-  step. So the state may change only when that is done, which is what is timed. Not for thousands of
-  tensors: each is a file of its own then.
+  step. So the state may change only after that commit, and the bench times the save until then. It
+  is not run with thousands of tensors, because each is a separate file then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _settings(*, decoupled: bool) -> SimpleNamespace:
 
 
 def _engines(*, decoupled: bool) -> dict[str, Any]:
-    """By name; for one rank on one node."""
+    """Return the engines by name, for one rank on one node."""
     from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
         DecoupledCheckpointEngine,
     )
@@ -60,7 +60,7 @@ def _engines(*, decoupled: bool) -> dict[str, Any]:
 
 
 def _join() -> None:
-    """A world of one, without the C++ collectives that would be compiled for minutes."""
+    """Start a world of one rank without the C++ collectives, whose compilation takes minutes."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     import deepspeed.comm
@@ -71,7 +71,7 @@ def _join() -> None:
 
 @contextlib.contextmanager
 def engines(folder: Path, mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
-    """For ``bench.elsewhere``: a save until the state may change, and a load, of each engine."""
+    """Cases for ``bench.elsewhere``: each engine saves until the state may change, and loads."""
     _join()
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 

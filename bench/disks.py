@@ -1,8 +1,8 @@
-"""What disks cost the saves: ``python -m bench.disks FOLDER``.
+"""The cost of disks to saves: ``python -m bench.disks FOLDER``.
 
 One rank with a shard of 64 MiB (``--mib``) on 4 real agents of this machine, RS(2, 1), with disks
-in that folder and without, in turns. Saves come one right after another, or with a pause in which
-the disks are done. The first saves, which have to make the memory, are left out.
+in that folder and without, in turns. Saves follow one another at once, or with a pause in which the
+disks finish. The first saves, which have to allocate the memory, are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARM = 8
 
 
 def saves(disk: Path | None, *, mib: int, count: int, pause_s: float) -> list[float]:
-    """How long each save took to commit, in seconds."""
+    """Return how long each save took to commit, in seconds."""
     state = {"weights": torch.rand(mib << 18)}
     times = []
     with (
@@ -44,15 +44,15 @@ def saves(disk: Path | None, *, mib: int, count: int, pause_s: float) -> list[fl
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("folder", type=Path, help="on the disk")
+    parser.add_argument("folder", type=Path, help="a folder on the disk")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--saves", type=int, default=16, help="in each round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pause-s", type=float, default=1.0)
     given = parser.parse_args()
-    logging.disable(logging.WARNING)  # that disks are slower than saves without a pause
+    logging.disable(logging.WARNING)  # disks being slower than saves without a pause
     found: dict[str, list[float]] = {}
     for _ in range(given.rounds):
         for pause_s in (0.0, given.pause_s):

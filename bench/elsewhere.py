@@ -1,4 +1,4 @@
-"""Cases in a process of their own, where what one peer loads, patches or logs disturbs no other."""
+"""Cases in separate processes, so that one peer's imports, patches and logs disturb no other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import torch
 
 from bench.measuring import Timed
 
-# Told a new folder in tmpfs and what else `Elsewhere` was given; a function of some module.
+# A function of a module; gets a new folder in tmpfs and the other arguments of `Elsewhere`.
 Maker = Callable[..., AbstractContextManager[dict[str, Timed]]]
 
-# Of torch, in each: with more they are in each other's way where ranks share the CPUs, and single
-# peers gain a tenth or lose a lot (README.md).
+# Of torch, in each process: more threads get in each other's way where ranks share the CPUs, and
+# single peers gain a tenth or lose a lot (README.md).
 THREADS = 1
 
 START_TIMEOUT_S = 120.0
@@ -32,9 +32,9 @@ LOG_TAIL_BYTES = 2000
 
 
 class Elsewhere:
-    """One process that makes cases and runs them when told; use as a context manager.
+    """One process that makes cases and runs them on request; use as a context manager.
 
-    What it prints goes to a file, whose end an error shows.
+    Its output goes to a file; an error shows the end of that file.
     """
 
     def __init__(self, make: Maker, *arguments: object) -> None:
@@ -71,23 +71,23 @@ class Elsewhere:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """The names of its cases, once it has made them; asked for first, and once."""
+        """Wait until it has made its cases; return their names. Call this first, and once."""
         return list(self._answer())
 
     def start(self, name: str) -> None:
-        """Have it run a case."""
+        """Start one of its cases."""
         self._pipe.send(name)
 
     def running(self) -> bool:
-        """Whether it has not come to the end of that yet."""
+        """Return whether the case is still running."""
         return not self._pipe.poll()
 
     def seconds(self) -> float:
-        """Wait for the case that it runs: what that returned."""
+        """Wait for the running case; return its result."""
         return float(self._answer())
 
     def timed(self, name: str) -> Timed:
-        """One of its cases, as if it ran here."""
+        """Return one of its cases as a function that runs here."""
 
         def run() -> float:
             self.start(name)
@@ -96,7 +96,7 @@ class Elsewhere:
         return run
 
     def cases(self) -> dict[str, Timed]:
-        """All of its cases; asked for instead of the names."""
+        """Return all of its cases; call this instead of ``names``."""
         return {name: self.timed(name) for name in self.names()}
 
     def _answer(self) -> object:
@@ -115,7 +115,7 @@ class Elsewhere:
 
 
 def _module_of(make: Maker) -> str:
-    """What to import: a bench that was started by its name is called otherwise."""
+    """Return the module's name for an import; a bench that runs as a program has another name."""
     if make.__module__ != "__main__":
         return make.__module__
     return str(sys.modules["__main__"].__spec__.name)

@@ -1,7 +1,7 @@
-"""What writes files: torch, safetensors and DCP, each with its best settings, all in tmpfs.
+"""Peers that write files: torch, safetensors and DCP, each at its best settings, all in tmpfs.
 
-Each function is for ``bench.elsewhere``: told a folder and a size, it makes cases that save a state
-and load it into the tensors that were there before.
+``bench.elsewhere`` calls each function with a folder and a size. The function makes cases that save
+a state and load it into the tensors that were there before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from bench.measuring import Timed, timed
 from bench.save import flat, state_of
 
-DISK = "/var/tmp"  # as hosts have it: on a disk, whatever /tmp is
+DISK = "/var/tmp"  # on a disk on most hosts, also where /tmp is not
 
 
 def copy_into(state: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """The last part of every load: the values into the tensors that were there before."""
+    """Copy the values into the tensors that were there before, the last part of every load."""
     for name, tensor in loaded.items():
         state[name].copy_(tensor)
 
@@ -60,12 +60,12 @@ def one_file(folder: Path, mib: int, tensors: int | None) -> Iterator[dict[str, 
 
 @contextlib.contextmanager
 def dcp_files(folder: Path, mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
-    """A folder of DCP's own, by one process; for later with a thread or a process that writes.
+    """DCP in its own folder, by one process; ``dcp.async_save`` with a thread or a process too.
 
-    Plans are cached. The stagers are kept, so that their buffers are used again; they copy on the
-    caller's thread, since in the background they would be done later, and only then may the state
-    change. Without a GPU there is no pinned memory. What is staged for a process has to be in
-    shared memory, a file for each tensor: of 20,000, "Too many open files".
+    Plans are cached. The stagers are kept, so that their buffers are used again. They copy on the
+    caller's thread: in the background they would end later, and the state may change only then.
+    Without a GPU there is no pinned memory. Tensors staged for a process have to be in shared
+    memory, a file for each tensor: 20,000 tensors end in "Too many open files".
     """
     state = state_of(mib, tensors)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

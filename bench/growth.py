@@ -1,11 +1,11 @@
 """How saves and restores grow with nodes, ranks, bytes and tensors: ``python -m bench.growth``.
 
-Ranks are threads of one process that meet over a real store, at home on one real agent each,
-RS(2, 1), RS(8, 2) where there are nodes for it, and a whole copy where there is one other node. Of
-each size the medians over a few saves of the slowest rank, each committed before the next; of
-restores of new Checkpointers on the same nodes; and of restores after one rank's node was lost and
-replaced. All share two CPUs, so times grow with whatever is done at all; CPU seconds per rank tell
-whether each rank's own work does.
+Ranks are threads of one process that meet over a real store. Each rank's home is one real agent.
+The code is RS(2, 1), RS(8, 2) where there are nodes for it, and a whole copy where there is one
+other node. Each size has three medians of the slowest rank: over a few saves, each committed before
+the next; over restores of new Checkpointers on the same nodes; and over restores after one rank's
+node was lost and replaced. All share two CPUs, so times grow with the total work; CPU seconds per
+rank show whether each rank's own work grows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from bench.save import WARM_UP_ROUNDS, even_state
 from bench.usage import cpu_s
 from ecckpt.testing.local_cluster import LocalCluster
 
-# Between saves, as in training: meanwhile agents without ranks are told of the commit, which a save
-# right after it would wait for.
+# Between saves, as in training: in this time ranks tell agents without ranks of the commit. A save
+# right after the commit would wait for that.
 PAUSE_S = 0.3
 WAIT_S = 120.0
 
@@ -38,7 +38,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Size:
-    """What is varied; ``mib`` and ``tensors`` are of each rank."""
+    """The varied sizes; ``mib`` and ``tensors`` are of each rank."""
 
     nodes: int
     ranks: int
@@ -67,7 +67,7 @@ COLUMNS = {
 
 
 class Ranks:
-    """All ranks of a run, doing the same at the same time."""
+    """All ranks of a run, which do the same at the same time."""
 
     def __init__(self, cluster: LocalCluster, size: Size, pool: ThreadPoolExecutor) -> None:
         self._cluster, self._size, self._pool = cluster, size, pool
@@ -77,12 +77,12 @@ class Ranks:
         self.homes = cluster.nodes[: size.ranks]
 
     def each(self, act: Callable[[int], Any]) -> list[Any]:
-        """What each rank's call returns."""
+        """Call ``act`` for each rank at once; return the results."""
         return list(self._pool.map(act, range(self._size.ranks)))
 
     @contextmanager
     def started(self) -> Iterator[list[ecckpt.Checkpointer]]:
-        """A start of the run: a Checkpointer for each."""
+        """Start the run: a Checkpointer for each rank."""
         store = dist.HashStore()
         made = self.each(
             lambda rank: ecckpt.Checkpointer(
@@ -102,20 +102,20 @@ class Ranks:
                 checkpointer.close()
 
     def restored_s(self) -> float:
-        """Seconds of a restore in new Checkpointers, of the slowest rank."""
+        """Restore in new Checkpointers; return the seconds of the slowest rank."""
         with self.started() as ranks:
             found = self.each(lambda rank: ranks[rank].restore(self.states[rank]))
             assert all(each.reprotection.wait(WAIT_S) for each in found)
         return max(each.seconds for each in found)
 
     def lose_one(self) -> None:
-        """End the first rank's node, and put a new one there."""
+        """Kill the first rank's node and replace it by a new one."""
         self._cluster.kill(self.homes[0])
         self.homes[0] = self._cluster.replace(self.homes[0])[0]
 
 
 def saves(ranks: Ranks, pids: list[int], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each save, of the slowest rank, and CPU seconds of the agents for all."""
+    """Return the slowest rank's seconds of each save, and the agents' CPU seconds per rank."""
     found: dict[str, list[float]] = {name: [] for name in list(COLUMNS)[:3]} | {"save_cpu_ms": []}
     with ranks.started() as made:
         ranks.each(lambda rank: made[rank].restore(ranks.states[rank]))
@@ -136,7 +136,7 @@ def saves(ranks: Ranks, pids: list[int], rounds: int) -> dict[str, list[float]]:
 
 
 def measure(size: Size, rounds: int) -> dict[str, float]:
-    """Medians, in milliseconds."""
+    """Return medians, in milliseconds."""
     with (
         LocalCluster(nodes=size.nodes) as cluster,
         ThreadPoolExecutor(size.ranks) as pool,
@@ -156,7 +156,7 @@ def main() -> None:
     """Print a table, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.growth")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one of each kind but the last")
+    parser.add_argument("--quick", action="store_true", help="one size of each kind but the last")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

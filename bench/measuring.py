@@ -19,12 +19,12 @@ _SPARED_BYTES = 2 << 30
 _TOUCHED_LIMIT_BYTES = 32 << 30
 _CALM_S, _CALM_LIMIT_S, _CALM_CPUS = 1.0, 6.0, 0.1
 
-# Runs something and returns how many seconds of it count.
+# Runs a case and returns how many seconds of it count.
 Timed = Callable[[], float]
 
 
 def timed(act: Callable[[], Any], settle: Callable[[Any], object] = lambda _: None) -> Timed:
-    """Something that runs ``act`` and returns its seconds; ``settle`` its result is not counted."""
+    """Return a case that runs ``act`` and returns its seconds; ``settle`` is not counted."""
 
     def run() -> float:
         started_s = time.perf_counter()
@@ -39,7 +39,7 @@ def timed(act: Callable[[], Any], settle: Callable[[Any], object] = lambda _: No
 def reused_memory(count: int, *, shared: bool = False) -> np.ndarray:
     """Return `count` noisy bytes on huge pages, all of them touched.
 
-    Fresh pages would cost several times what is measured; so does the store keep its memory.
+    Fresh pages would cost several times the measured time; the store reuses its memory, too.
     ``shared`` memory comes from tmpfs, and so on small pages unless the system gives it others.
     """
     sharing = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
@@ -54,10 +54,10 @@ def reused_memory(count: int, *, shared: bool = False) -> np.ndarray:
 
 
 def touch_free_memory() -> None:
-    """Use what memory is free once, and give it back.
+    """Use all free memory once, and give it back.
 
-    A virtual machine that has just been started gets each page from its host when it is first used,
-    which takes many times as long as zeroing it does, and would hit one case of a bench or another.
+    A virtual machine that has just been started gets each page from its host at its first use. That
+    takes many times as long as zeroing the page, and would slow down random cases of a bench.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -72,7 +72,7 @@ def touch_free_memory() -> None:
 
 @dataclass
 class Case:
-    """Something to run, and how long it took each time. Slow ones run in the first rounds only."""
+    """A case and its time in each round. Slow cases run in the first rounds only."""
 
     run: Callable[[], object]
     slow: bool = False
@@ -80,7 +80,7 @@ class Case:
 
 
 def take_turns(cases: dict[str, Case], rounds: int, clock: Callable[[], float]) -> None:
-    """Run all cases once per round, so that a change of the machine's mood meets all of them."""
+    """Run all cases once per round, so that a change of the machine's speed meets all of them."""
     for turn in range(rounds):
         for case in cases.values():
             if case.slow and turn >= SLOW_ROUNDS:
@@ -91,7 +91,7 @@ def take_turns(cases: dict[str, Case], rounds: int, clock: Callable[[], float]) 
 
 
 def others_cpus(run: Callable[[], None]) -> float:
-    """Run something; return how many CPUs' worth of time other processes took meanwhile."""
+    """Call ``run``; return how many CPUs' worth of time other processes took meanwhile."""
 
     def busy_s() -> float:
         ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
@@ -103,10 +103,10 @@ def others_cpus(run: Callable[[], None]) -> float:
 
 
 def await_calm() -> None:
-    """Wait until others, and the kernel, have had little to do for a second; for six at most.
+    """Wait until other processes and the kernel have been nearly idle for a second; at most six.
 
-    A virtual machine may give memory that was freed a moment ago back to its host: kernel threads
-    do that, and take a second or two of the CPUs for what a bench's lost nodes had.
+    Kernel threads of a virtual machine may give memory that was freed a moment ago back to its
+    host. For the memory of a bench's lost nodes they take a second or two of the CPUs.
     """
     deadline_s = time.monotonic() + _CALM_LIMIT_S
     while others_cpus(lambda: time.sleep(_CALM_S)) > _CALM_CPUS and time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""What others offer for the same bytes, and what memory allows; missing ones are left out."""
+"""Peers for the same bytes, and the limit of memory; peers that are missing are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ecckpt.coding.reed_solomon import engines
 
 AHEAD_BYTES = (256, 512, 1024, 1536, 2048)
 TRIALS = 3
-SEGMENT_BYTES = 1 << 20  # pyeclib copies all it is given: in pieces of this size it is fastest
+SEGMENT_BYTES = 1 << 20  # pyeclib copies its input: with pieces of this size it is fastest
 
 
 def pointers(views: Sequence[np.ndarray]) -> ctypes.Array:
@@ -29,7 +29,7 @@ def pointers(views: Sequence[np.ndarray]) -> ctypes.Array:
 
 
 class IsaL:
-    """ISA-L, called in C as it stands: parity by zfec's matrix, no checksums."""
+    """ISA-L, its C functions called directly: parity by zfec's matrix, no checksums."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -53,7 +53,7 @@ class IsaL:
 
 
 def isa_l_libraries() -> dict[str, IsaL]:
-    """Return every ISA-L to be found: the system's, and the newer one that pyeclib brings."""
+    """Return every installed ISA-L: the system's, and the newer one that pyeclib brings."""
     found = {}
     if name := ctypes.util.find_library("isal"):
         real = Path(f"/usr/lib/x86_64-linux-gnu/{name}").resolve()

@@ -1,11 +1,11 @@
-"""Planning a restore of a large run from what its agents say: ``python -m bench.planning``.
+"""Planning a restore of a large run from inventories: ``python -m bench.planning``.
 
-Inventories of 2,048 nodes with 8 ranks each, RS(8, 2), as the bytes that agents send, one committed
-generation and a newer one that was not finished; 3 nodes of each hundredth group are lost and have
-been replaced. Times are CPU seconds of the one rank that plans: reading the messages, choosing
-the generation, looking what is on disk, an order for each of 16,384 ranks, and its bytes.
-``led_s`` is all of that again, of other inventories, by ``Coordinator.order`` with the threads of a
-training process, from agents that answer at once.
+The inventories are those of 2,048 nodes with 8 ranks each, RS(8, 2), as the bytes that agents send.
+They have one committed generation and a newer one that was not finished; 3 nodes of each hundredth
+group are lost and have been replaced. Times are CPU seconds of the one rank that plans: it reads
+the messages, chooses the generation, checks what is on disk, makes an order for each of 16,384
+ranks, and packs it. ``led_s`` is the CPU time of all of that again, with other inventories, by
+``Coordinator.order`` with the threads of a training process, from agents that answer at once.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answering(AgentClient):
-    """An agent whose answer is there already."""
+    """An agent that answers at once."""
 
     body: bytes = b""
 
     def call(self, verb: Verb[Asked, A], message: Asked, *, timeout_s: float = 0.0) -> A:
-        """Its inventory, as it would arrive."""
+        """Return its inventory, as it would arrive."""
         return unpack_message(verb.answer, self.body)
 
 
 def header(generation: Generation, rank: int, ranks: int, index: int, home: str) -> Header:
-    """Of a 10 GiB shard."""
+    """Return the header of a fragment of a 10 GiB shard."""
     return Header(
         ShardId(RUN, generation, rank),
         *(ranks, index, K, M, SHARD_BYTES, fragment_bytes_for(SHARD_BYTES, K), BLOCK_BYTES),
@@ -64,7 +64,7 @@ def header(generation: Generation, rank: int, ranks: int, index: int, home: str)
 
 
 def survivors(placement: Placement, homes: list[str], session: str) -> dict[str, bytes]:
-    """What each agent answers, in bytes."""
+    """Return the answer of each agent, in bytes."""
     committed, unfinished = (Generation(1, step, session) for step in (100, 200))
     held: dict[str, list[Header]] = defaultdict(list)
     for rank, home in enumerate(homes):
@@ -78,20 +78,29 @@ def survivors(placement: Placement, homes: list[str], session: str) -> dict[str,
     none = Headers.from_headers(())
     return {
         node: pack_message(
-            Inventory(node, Headers.from_headers(held[node]), none, (), committed, 1, (), {})
+            Inventory(
+                node=node,
+                headers=Headers.from_headers(held[node]),
+                disk=none,
+                stored=(),
+                committed=committed,
+                fence=1,
+                roll_backs=(),
+                rejected={},
+            )
         )
         for node in placement.holders
     }
 
 
 def timed(run: Callable[[], T], clock: Callable[[], float] = time.thread_time) -> tuple[T, float]:
-    """What it returns, and its CPU seconds."""
+    """Return the result of ``run``, and its CPU seconds."""
     started_s = clock()
     return run(), clock() - started_s
 
 
 def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, float]]:
-    """What rank 0 tells each rank, and the CPU seconds of each part of its work."""
+    """Return rank 0's order for each rank, and the CPU seconds of each part of its work."""
     inventories, read_s = timed(lambda: [unpack_message(Inventory, body) for body in bodies])
     plan, plan_s = timed(lambda: plan_recovery(RUN, inventories))
     _, on_disk_s = timed(lambda: on_disk(RUN, inventories))
@@ -102,7 +111,7 @@ def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, f
 
 
 def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
-    """The same by the coordinator of a restore."""
+    """Return the same orders, by the coordinator of a restore."""
     peers = {node: Answering(ground.address[node], body=bodies[node]) for node in bodies}
     cluster = Cluster(
         run=RUN,

@@ -1,7 +1,7 @@
-"""Plain pulls by processes of their own: what the transport takes for the same bytes, no more.
+"""Plain pulls by separate processes: the cost of the transport alone for the same bytes.
 
-A puller stands for an agent that would only receive: it reads ranges of what a real agent serves
-into tmpfs memory that it has touched before, in threads, and checks nothing.
+A puller stands for an agent that would only receive: it reads ranges of a real agent's files into
+tmpfs memory that it has touched before, in threads, and checks nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Pull:
-    """Fragment ``index`` of a shard from an agent: ``size_bytes`` of it."""
+    """A pull of ``size_bytes`` of fragment ``index`` of a shard from an agent."""
 
     address: str
     shard: ShardId
@@ -34,7 +34,7 @@ class Pull:
 
 
 class Pullers:
-    """As many processes, ready to pull; use as a context manager."""
+    """Processes that are ready to pull; use as a context manager."""
 
     def __init__(self, count: int, *, room_bytes: int) -> None:
         self._count, self._room_bytes = count, room_bytes
@@ -64,9 +64,9 @@ class Pullers:
         self._stack.close()
 
     def seconds(self, work: Sequence[Sequence[Pull]], *, fresh: bool = False) -> float:
-        """Give each process a list of pulls; seconds until all are done.
+        """Give each process a list of pulls; return the seconds until all are done.
 
-        ``fresh`` memory is made first, as on a node that has held nothing yet.
+        With ``fresh`` each process first allocates memory, as on a node that has held nothing yet.
         """
         started_s = time.perf_counter()
         busy = self._pipes[: len(work)]

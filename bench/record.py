@@ -1,4 +1,4 @@
-"""What a run of the bench leaves behind: goals met or missed, a dated row, a chart."""
+"""The records of a run of the bench: goals met or missed, a dated row, a chart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GOALS = (
 
 
 def reach(found: Results) -> str:
-    """Return the goals with what was measured, a line each."""
+    """Return the goals with the measured figures, a line each."""
     lines = [f"{'goal':70} {'at least':>8} {'found':>7} {'limit':>7}"]
     for code, case, base, least in GOALS:
         ratios = found.get(code, {})
@@ -56,7 +56,7 @@ def reach(found: Results) -> str:
 
 
 def machine() -> str:
-    """Return what this runs on."""
+    """Return the name of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     count = sum(line.startswith("processor") for line in lines)
@@ -66,12 +66,12 @@ def machine() -> str:
     return f"{name}, family {family} model {model}, {count} CPUs{virtual}"
 
 
-# What the bench runs, as distributions are called.
+# The names of the distributions that the bench runs.
 _MEASURED = ("torch", "safetensors", "deepspeed", "nvidia-resiliency-ext", "zfec", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Of all that is measured and installed, with Python's."""
+    """Return the versions of all measured distributions that are installed, and Python's."""
     found = {"python": platform.python_version()}
     for name in _MEASURED:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -83,7 +83,7 @@ _RUNS_END = "<!-- the next run comes here -->"
 
 
 def add_run(row: Mapping[str, Any]) -> None:
-    """Add a run of all benches to the README's table of them: what it measured in few numbers."""
+    """Add a row with the main figures of a run of all benches to the README's table."""
     recovery, ways = row["recovery"], row["training"]["ways"]
     zfec = row.get("recovery, zfec", {})
     figures = (

@@ -5,17 +5,16 @@ One rank with 256 MiB of CPU tensors on 11 real agents of this machine, RS(8, 2)
 - a save, until all ten fragments are verified at their holders; ten processes that only pull as
   many bytes from the same agent through the same transport; three that each pull the whole shard,
   as keeping whole copies for the same safety would;
-- a restore after the rank's process died, against one memcpy of the shard; and against its parts
-  without the rest of us: proving as many bytes and copying them, by as many threads, and the least
-  request there is to each of the agents, all at once;
-- the same into tensors that are assigned, and writing to all of these for the first time, against
-  one memcpy;
+- a restore after the rank's process died, against one memcpy of the shard; and against two parts of
+  it alone: verifying as many bytes and copying them, by as many threads, and the smallest request
+  to each of the agents, all at once;
+- the same with assigned tensors, and the first write to all of these, against one memcpy;
 - three nodes lost, the rank's own among them, and a restore on a new node, against a process there
   that only pulls the shard's bytes from eight nodes, into memory that it has touched before and
-  into fresh memory, which is all that a new node has.
+  into fresh memory, as a new node has no other.
 
-Each begins when the machine is calm: kernel threads give memory that was freed a moment ago back to
-a VM's host. Ratios are medians over the rounds of times in the same round.
+Each begins when the machine is calm, because kernel threads give memory that was freed a moment ago
+back to a VM's host. Ratios are medians over the rounds of times in the same round.
 """
 
 from __future__ import annotations
@@ -54,24 +53,24 @@ State = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def checkpointer(cluster: LocalCluster, node: str) -> ecckpt.Checkpointer:
-    """A rank on that node, in a run over all nodes."""
+    """Return a rank's Checkpointer on that node, in a run over all nodes."""
     return ecckpt.Checkpointer(
         RUN, code=(K, M), root=cluster.root(node), agents=cluster.addresses()
     )
 
 
 def plain_pulls(cluster: LocalCluster, node: str) -> tuple[list[list[Pull]], list[list[Pull]]]:
-    """What ten holders, and three keepers of whole copies, pull from the shard's home."""
+    """Return the pulls of ten holders, and of three keepers of whole copies, from the home."""
     agent = cluster.client(node)
     address = agent.node().address
     header = next(h for h in agent.call(INVENTORY, RUN).headers if h.index == HOME)
-    # Parity is gone once it is held: data in its place, which is as long.
+    # The home drops parity once it is held; data of the same length takes its place.
     one = [Pull(address, header.shard, i % K, header.fragment_bytes) for i in range(HOLDERS)]
     return [[pull] for pull in one], [one[:K]] * COPIES
 
 
 def plain_restore(cluster: LocalCluster) -> list[list[Pull]]:
-    """The shard's bytes from where its fragments are: as many of them as it has data fragments."""
+    """Return pulls of k fragments of the shard from their holders: as many bytes as the shard."""
     found: dict[int, Pull] = {}
     for node in cluster.nodes:
         agent = cluster.client(node)
@@ -84,14 +83,14 @@ def plain_restore(cluster: LocalCluster) -> list[list[Pull]]:
 
 
 def memcpy_s(source: np.ndarray, target: np.ndarray) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     started_s = time.perf_counter()
     ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
     return time.perf_counter() - started_s
 
 
 def prove_and_copy_s(source: np.ndarray, target: np.ndarray, codec: Codec) -> float:
-    """Seconds to check CRC32Cs of the source, as of a shard, and then to copy it."""
+    """Return the seconds to check CRC32Cs of the source, as of a shard, and then copy it."""
     pieces = dict(enumerate(source.reshape(K, -1)))
     block_bytes = block_bytes_for(source.nbytes)
     table = codec.rebuild(pieces, {}, block_bytes)
@@ -102,7 +101,7 @@ def prove_and_copy_s(source: np.ndarray, target: np.ndarray, codec: Codec) -> fl
 
 
 def least_requests_s(cluster: LocalCluster) -> float:
-    """Seconds to ask every agent who it is."""
+    """Return the seconds to ask every agent for its name and version, all at once."""
     agents = [cluster.client(node) for node in cluster.nodes]
     started_s = time.perf_counter()
     with ThreadPoolExecutor(len(agents)) as pool:
@@ -113,10 +112,10 @@ def least_requests_s(cluster: LocalCluster) -> float:
 def protect(
     cluster: LocalCluster, home: str, step: int, state: Mapping[str, object], pullers: Pullers
 ) -> Seconds:
-    """One save, and the plain pulls of as many bytes."""
+    """Measure one save, and the plain pulls of as many bytes."""
     with checkpointer(cluster, home) as ckpt:
         ckpt.restore(state)
-        for each in range(2):  # the second one finds every slot made and mapped
+        for each in range(2):  # the second save finds every slot made and mapped
             await_calm()
             handle = ckpt.save(step + each, state, patience_s=120)
             handle.wait(120)
@@ -139,7 +138,7 @@ def restore(
     *,
     assign: bool = False,
 ) -> float:
-    """Seconds of ``restore()`` in a new Checkpointer, and nothing else."""
+    """Return the seconds of ``restore()`` alone, in a new Checkpointer."""
     with checkpointer(cluster, node) as ckpt:
         restored = ckpt.restore(state, resume="required", assign=assign)
         assert restored is not None
@@ -150,7 +149,7 @@ def restore(
 
 
 def assigned(cluster: LocalCluster, node: str, state: State) -> Seconds:
-    """A restore of all tensors without a copy, and the writes that then cost one."""
+    """Measure a restore without copies, and the first writes, which then copy."""
     other = {
         kind: {name: tensor.clone() for name, tensor in each.items()}
         for kind, each in state.items()
@@ -165,7 +164,7 @@ def assigned(cluster: LocalCluster, node: str, state: State) -> Seconds:
 
 
 def lose(cluster: LocalCluster, home: str, count: int) -> str:
-    """End the home and the nodes after it, put empty ones there; the new home's name."""
+    """Replace the home and the nodes after it by empty ones; return the new home's name."""
     at = cluster.nodes.index(home)
     victims = [cluster.nodes[(at + each) % NODES] for each in range(count)]
     cluster.kill(*victims)
@@ -173,7 +172,7 @@ def lose(cluster: LocalCluster, home: str, count: int) -> str:
 
 
 def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]]:
-    """Seconds of everything, by round."""
+    """Return the seconds of every case, by round."""
     state = gpt_state(state_bytes)
     expected = {kind: {n: t.clone() for n, t in each.items()} for kind, each in state.items()}
     source, target = np.ones(state_bytes, np.uint8), np.ones(state_bytes, np.uint8)
@@ -186,7 +185,7 @@ def measure(rounds: int, state_bytes: int, engine: str) -> dict[str, list[float]
         home = cluster.nodes[0]
         for turn in range(rounds + 1):
             seconds = protect(cluster, home, 2 * turn, state, pullers)
-            await_calm()  # no process that died is back within a second
+            await_calm()  # no process that died starts again within a second
             seconds["restore, process died"] = restore(cluster, home, state, "home")
             seconds |= assigned(cluster, home, state)
             seconds["memcpy"] = min(memcpy_s(source, target) for _ in range(3))
@@ -222,7 +221,7 @@ GOALS = (
 
 
 def ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
     return {
         f"{case} / {base}": statistics.median(
             a / b for a, b in zip(found[case], found[base], strict=True)
@@ -236,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.recovery")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=STATE_BYTES >> 20)
-    parser.add_argument("--engine", default=Codec(K, M).engine, help="of the agents' codec")
+    parser.add_argument("--engine", default=Codec(K, M).engine, help="engine of the agents' codec")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(arguments.rounds, arguments.mib << 20, arguments.engine)

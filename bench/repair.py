@@ -1,13 +1,13 @@
-"""How soon a lost holder is made good, and what watching costs: ``python -m bench.repair``.
+"""The time to repair a lost holder, and the cost of watching: ``python -m bench.repair``.
 
 One rank with a shard of 64 MiB (``--mib``) on 12 real agents of this machine, RS(8, 2), one of them
-to spare. No save is made after the first. In each round
+a spare. No save is made after the first. In each round
 
 - a holder is lost and comes back at its address with nothing in memory;
 - a holder is lost for good, until the spare node has what it held; it then comes back, and a save
   puts everything in its place again.
 
-And the CPU time of all agents over 20 s in which nothing happens.
+It also measures the CPU time of all agents over 20 s without any work.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ IDLE_S = 20.0
 
 
 def guard(cluster: LocalCluster) -> dict[str, Any]:
-    """What the home's agent knows of its holders."""
+    """Return the state of the holders that the home's agent reports."""
     found: dict[str, Any] = cluster.client("n0").status()["runs"][RUN]["guard"]
     return found
 
 
 def until(cluster: LocalCluster, true: Callable[[dict[str, Any]], bool], started_s: float) -> float:
-    """Seconds since then until something is true of the guard."""
+    """Wait until ``true`` holds of the guard; return the seconds since ``started_s``."""
     while not true(guard(cluster)):
         if time.monotonic() > started_s + 60:
             raise TimeoutError(guard(cluster))
@@ -48,7 +48,7 @@ def until(cluster: LocalCluster, true: Callable[[dict[str, Any]], bool], started
 
 
 def cpu_s(cluster: LocalCluster) -> float:
-    """CPU time of all agents so far."""
+    """Return the CPU time of all agents so far."""
     agents = [cluster.pid(node) for node in cluster.nodes]
     pids = [each for agent in agents for each in (agent, *children(agent))]
     fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
@@ -56,7 +56,7 @@ def cpu_s(cluster: LocalCluster) -> float:
 
 
 def measure(rounds: int, mib: int) -> dict[str, Any]:
-    """Medians over the rounds, in seconds."""
+    """Return medians over the rounds, in seconds."""
     times: dict[str, list[float]] = {"emptied": [], "lost": [], "spare": []}
     state = {"weights": torch.rand(mib << 18)}
     with LocalCluster(nodes=K + M + 2) as cluster:
@@ -92,7 +92,7 @@ def measure(rounds: int, mib: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib", type=int, default=64)

@@ -1,4 +1,4 @@
-"""How long a save keeps its caller, in units of one memcpy: ``python -m bench.save``.
+"""How long a save stalls its caller, in units of one memcpy: ``python -m bench.save``.
 
 The state is 256 MiB of CPU tensors: the parameters and AdamW moments of a small GPT, or with
 ``--tensors 20000`` that many of equal size. Each round times one ``memcpy`` call over as many
@@ -32,7 +32,7 @@ ROUNDS = 11
 
 
 def gpt_state(state_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights and two moments for each of four matrices and four vectors in every layer."""
+    """Return weights and two moments for four matrices and four vectors in every layer."""
     per_layer = state_bytes // (3 * 4 * LAYERS)
     width = int((per_layer / 12) ** 0.5)
     shapes = {"qkv": (3 * width, width), "out": (width, width)}
@@ -49,23 +49,23 @@ def gpt_state(state_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def even_state(state_bytes: int, tensors: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of one size, each in memory of its own."""
+    """Return tensors of one size, each in its own memory."""
     elements = state_bytes // 4 // tensors
     return {"weights": {f"layer{index}.weight": torch.rand(elements) for index in range(tensors)}}
 
 
 def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The same tensors in one dict, for whom nests are nothing."""
+    """Return the same tensors in one flat dict, for peers without nested states."""
     return {f"{kind}.{name}": each for kind, some in state.items() for name, each in some.items()}
 
 
 def state_of(mib: int, tensors: int | None) -> dict[str, dict[str, torch.Tensor]]:
-    """A GPT's, or so many tensors of equal size."""
+    """Return the state of a GPT, or so many tensors of equal size."""
     return even_state(mib << 20, tensors) if tensors else gpt_state(mib << 20)
 
 
 def plan_s(state: dict[str, dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """Seconds to plan a state for the first time, and again when only its contents changed."""
+    """Return the seconds to plan a state first, and again after only its contents changed."""
     first_s, again_s = [], []
     previous: ShardPlan | None = None
     for _ in range(ROUNDS):
@@ -93,7 +93,7 @@ def saver(state: dict[str, dict[str, torch.Tensor]]) -> Iterator[ecckpt.Checkpoi
 
 
 def agent_rss_bytes(pid: int) -> int:
-    """Resident memory of a process without the shared memory that it holds for others."""
+    """Return the resident memory of a process without its shared memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     facts = dict(line.split(":", 1) for line in status.splitlines())
     return 1024 * sum(int(facts[name].split()[0]) for name in ("RssAnon", "RssFile"))

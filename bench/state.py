@@ -1,15 +1,15 @@
-"""Saving and restoring beside what others offer, by one memcpy: ``python -m bench.state``.
+"""Saving and restoring beside the peers, in units of one memcpy: ``python -m bench.state``.
 
 The state is that of ``bench.save``: 256 MiB of CPU tensors, hundreds of a small GPT or, with
-``--tensors 20000``, that many of equal size. Each peer has a process of its own with as much state
+``--tensors 20000``, that many of equal size. Each peer runs in its own process with as much state
 (``bench.files``, ``bench.deepspeed_engines``); files are in tmpfs, as ecckpt's memory is. In each
-round every case runs once, so that the machine's moods meet all of them; a figure is the median
-over the rounds of (its time / the round's ``memcpy`` of as many bytes into memory that was touched
-before). ecckpt codes with RS(3, 2) over six agents on this machine, which goes on after its
-``save`` returns; the next case begins when that is committed.
+round every case runs once, so that a change of the machine's speed meets all of them. A figure is
+the median over the rounds of (its time / the round's ``memcpy`` of as many bytes into memory that
+was touched before). ecckpt codes with RS(3, 2) over six agents on this machine, which continues
+after its ``save`` returns; the next case begins after the commit.
 
 - *stall* cases are timed until the caller may change the state, the others until all is written.
-- *into the state*: restoring ends with the values in the tensors that were there before.
+- *into the state* cases end with the values in the tensors that were there before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def copies(state_bytes: int) -> dict[str, Timed]:
-    """The unit."""
+    """Return the case of the unit, one memcpy."""
     source, target = np.ones(state_bytes, np.uint8), np.ones(state_bytes, np.uint8)
 
     def copy() -> None:
@@ -58,14 +58,14 @@ def copies(state_bytes: int) -> dict[str, Timed]:
 
 @contextlib.contextmanager
 def others(mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
-    """What files are written by, each in a process of its own; what is not installed is named."""
+    """Yield the cases of peers that write files, each in its own process; name missing peers."""
     makers = {"torch and safetensors": one_file, "DCP": dcp_files}
     if deepspeed_engines.INSTALLED:
         makers["DeepSpeed"] = deepspeed_engines.engines
     else:
         print("without DeepSpeed, which is not installed: pip install 'ecckpt[bench]'")
     if tensors:
-        print("without what shares each tensor with a process: too many open files")
+        print("without peers that share each tensor with a process: too many open files")
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(Elsewhere(make, mib, tensors)) for make in makers.values()]
         yield {name: case for each in started for name, case in each.cases().items()}
@@ -73,9 +73,10 @@ def others(mib: int, tensors: int | None) -> Iterator[dict[str, Timed]]:
 
 @contextlib.contextmanager
 def our_cases(state: State) -> Iterator[dict[str, Timed]]:
-    """Checkpointer, and the same memory under DCP; other runs are restored than save.
+    """Yield cases of Checkpointer, and of the same memory under DCP.
 
-    For a restore begins a new timeline, and the first save of one has no slot from before.
+    The runs that restore are not those that save, because a restore begins a new timeline, whose
+    first save has no slot from before.
     """
     with LocalCluster(nodes=6) as cluster, contextlib.ExitStack() as stack:
         agents, root = cluster.addresses(), cluster.root("n0")
@@ -121,13 +122,13 @@ def our_cases(state: State) -> Iterator[dict[str, Timed]]:
 
 
 def measure(mib: int, tensors: int | None, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every case in every round."""
+    """Return the seconds of every case in every round."""
     state = state_of(mib, tensors)
     state_bytes = sum(each.nbytes for kind in state.values() for each in kind.values())
     with our_cases(state) as ours, others(mib, tensors) as theirs:
         cases = {**copies(state_bytes), **ours, **theirs}
         seconds: dict[str, list[float]] = {name: [] for name in cases}
-        slow = {name for name, case in cases.items() if case() > SLOW_S}  # and to warm up
+        slow = {name for name, case in cases.items() if case() > SLOW_S}  # this round also warms up
         for turn in range(rounds):
             for name, case in cases.items():
                 if turn < SLOW_ROUNDS or name not in slow:
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="append a row to bench/STATE.md")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    with warnings.catch_warnings():  # that there is one process only is meant
+    with warnings.catch_warnings():  # one process only is intended
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         seconds = measure(chosen.mib, chosen.tensors, chosen.rounds)
     unit = seconds["memcpy"]

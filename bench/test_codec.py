@@ -1,6 +1,6 @@
 """The operations of every save and restore, for ``pytest -n 0 bench/test_codec.py``.
 
-Small enough for a quick look; ``python -m bench.codec`` measures against memory and the peers.
+These sizes are small; ``python -m bench.codec`` measures against memory and the peers.
 """
 
 import numpy as np
@@ -23,14 +23,14 @@ def cut(k, m):
 
 
 def timed(benchmark, run, *arguments, **named):
-    """Run it a few times on memory that stays."""
+    """Run the operation a few times on the same memory."""
     benchmark.extra_info["data_bytes"] = DATA_BYTES
     return benchmark.pedantic(run, arguments, named, rounds=5, warmup_rounds=1)
 
 
 @pytest.mark.parametrize("engine", engines())
 def test_encode(benchmark, engine):
-    """8+2 with all checksums."""
+    """Encode 8+2 with all checksums."""
     data, parity, _ = cut(8, 2)
     table = timed(benchmark, Codec(8, 2, engine=engine).encode, data, parity, BLOCK_BYTES)
     assert Codec(8, 2).verify(dict(enumerate([*data, *parity])), table, BLOCK_BYTES) == []
@@ -38,20 +38,20 @@ def test_encode(benchmark, engine):
 
 @pytest.mark.parametrize(("k", "m"), [(4, 2), (8, 4), (10, 4), (16, 4), (32, 8)])
 def test_encode_codes(benchmark, k, m):
-    """Other codes with all checksums."""
+    """Encode other codes with all checksums."""
     data, parity, _ = cut(k, m)
     timed(benchmark, Codec(k, m).encode, data, parity, BLOCK_BYTES)
 
 
 def test_encode_without_checksums(benchmark):
-    """8+2, parity alone."""
+    """Encode 8+2, parity alone."""
     data, parity, _ = cut(8, 2)
     timed(benchmark, Codec(8, 2).encode, data, parity, BLOCK_BYTES, checksums=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_copy_and_encode(benchmark, threads):
-    """8+2 with all checksums, the data copied elsewhere in the same pass."""
+    """Encode 8+2 with all checksums and copy the data elsewhere in the same pass."""
     data, parity, copies = cut(8, 2)
     coder = Codec(8, 2)
     timed(benchmark, coder.encode, data, parity, BLOCK_BYTES, copies=copies, threads=threads)
@@ -60,7 +60,7 @@ def test_copy_and_encode(benchmark, threads):
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_rebuild(benchmark, lost):
-    """Lost data of 8+2 in place, with all checksums."""
+    """Rebuild lost data of 8+2 in place, with all checksums."""
     data, parity, _ = cut(8, 2)
     coder = Codec(8, 2)
     table = coder.encode(data, parity, BLOCK_BYTES)
@@ -71,6 +71,6 @@ def test_rebuild(benchmark, lost):
 
 
 def test_copy(benchmark):
-    """The same bytes past the caches, for comparison."""
+    """Copy the same bytes past the caches, for comparison."""
     source, target = reused_memory(DATA_BYTES), reused_memory(DATA_BYTES)
     timed(benchmark, copy_bytes, source, target)

@@ -1,6 +1,6 @@
 """Protecting and restoring from home beside one memcpy: ``pytest -n 0 bench/test_recovery.py``.
 
-Small enough for a quick look; ``python -m bench.recovery`` measures against plain pulls.
+These sizes are small; ``python -m bench.recovery`` measures against plain pulls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.benchmark(group="64 MiB of CPU tensors, RS(3, 2) over s
 
 
 def test_memcpy(benchmark) -> None:
-    """The physical limit: one call, into memory that was touched before."""
+    """Measure the physical limit: one call, into memory that was touched before."""
     source, target = np.ones(STATE_BYTES, np.uint8), np.ones(STATE_BYTES, np.uint8)
     addresses = (target.ctypes.data, source.ctypes.data, STATE_BYTES)
     benchmark.pedantic(ctypes.memmove, addresses, rounds=ROUNDS, warmup_rounds=1)
 
 
 def test_protect(benchmark) -> None:
-    """From the call of save() until the commit."""
+    """Measure from the call of save() until the commit."""
     state = gpt_state(STATE_BYTES)
     steps = itertools.count(WARM_UP_ROUNDS)
     with saver(state) as checkpointer:
@@ -45,7 +45,7 @@ def test_protect(benchmark) -> None:
 
 @pytest.mark.parametrize("tensors", [None, 20_000], ids=["GPT", "20,000 tensors"])
 def test_restore_from_home(benchmark, tensors: int | None) -> None:
-    """What restore() takes in a Checkpointer that is new, as after the process died."""
+    """Measure restore() in a new Checkpointer, as after the process died."""
     state = state_of(STATE_BYTES >> 20, tensors)
     with LocalCluster(nodes=6) as cluster:
         settings = {"code": (3, 2), "root": cluster.root("n0"), "agents": cluster.addresses()}

@@ -15,7 +15,7 @@ ROUNDS = 7
 
 @pytest.mark.benchmark(group="256 MiB of CPU tensors")
 def test_memcpy(benchmark) -> None:
-    """The physical limit: one call, into memory that was touched before."""
+    """Measure the physical limit: one call, into memory that was touched before."""
     source, target = np.ones(STATE_BYTES, np.uint8), np.ones(STATE_BYTES, np.uint8)
     addresses = (target.ctypes.data, source.ctypes.data, STATE_BYTES)
     benchmark.pedantic(ctypes.memmove, addresses, rounds=ROUNDS, warmup_rounds=1)
@@ -23,7 +23,7 @@ def test_memcpy(benchmark) -> None:
 
 @pytest.mark.benchmark(group="256 MiB of CPU tensors")
 def test_save(benchmark) -> None:
-    """From the call of save() to its return; committed before the next round."""
+    """Measure from the call of save() to its return; it commits before the next round."""
     state = gpt_state(STATE_BYTES)
     steps = itertools.count(WARM_UP_ROUNDS)
     handles = []

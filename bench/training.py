@@ -1,16 +1,16 @@
-"""What protecting costs the training beside it: ``python -m bench.training``.
+"""The cost of protecting to the training beside it: ``python -m bench.training``.
 
 A rank trains a small model on one CPU and saves 64 MiB every few steps, RS(3, 2) over six agents.
-One shard is coded, served and pulled 5/3 times by them, all six together: as much as the one agent
-of a node does for a save if every node has a rank with such a shard, and pulls its peers'. So six
-agents on the other CPU do the work of one; only that their bytes cross no network card but are
+The six agents together code, serve and pull one shard 5/3 times. The one agent of a node does as
+much for a save if every node has a rank with such a shard, and pulls its peers' fragments. So six
+agents on the other CPU do the work of one, except that their bytes cross no network card but are
 copied twice.
 
-The steps between the return of ``save()`` and the commit, whole ones, are compared with those just
-before the save. The ways take turns: agents on another CPU, pulling as fast as they can, and 1 GB
-and 250 MB a second in all (``ecckpt agent --pull-mb-s``); and agents on the CPU of the training.
-Then what the other CPU costs without any of our code: a loop in it that touches no memory, and one
-that only copies memory.
+The whole steps between the return of ``save()`` and the commit are compared with those just before
+the save. The ways take turns: agents on another CPU that pull as fast as they can, and 1 GB and
+250 MB a second in all (``ecckpt agent --pull-mb-s``); and agents on the CPU of the training. Two
+more ways show the cost of the other CPU without our code: a loop there that touches no memory, and
+one that only copies memory.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Training:
         self._batch = torch.rand(64, 512)
 
     def step_s(self) -> tuple[float, float]:
-        """Seconds of one step: on the wall, and of the CPU."""
+        """Run one step; return its wall seconds and its CPU seconds."""
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         self._model(self._batch).square().mean().backward()
         return time.perf_counter() - started_s, time.thread_time() - started_cpu_s
 
     def steps(self) -> np.ndarray:
-        """Some, undisturbed: seconds of shape (steps, 2)."""
+        """Run undisturbed steps; return seconds of shape (steps, 2)."""
         return np.array([self.step_s() for _ in range(STEPS_BEFORE)])
 
     def steps_while(self, disturbed: Callable[[], bool]) -> np.ndarray:
-        """Those that end before that does: seconds of shape (steps, 2)."""
+        """Run steps while disturbed; return the seconds of whole ones, of shape (steps, 2)."""
         taken = []
         while disturbed():
             seconds = self.step_s()
@@ -81,7 +81,7 @@ def move_agents(cluster: LocalCluster, cpus: set[int]) -> None:
 
 
 class Saver:
-    """A run on agents that pull so many bytes a second in all (0: as fast as they can)."""
+    """A run on agents that pull ``pull_mb_s`` MB a second in all (0: as fast as they can)."""
 
     def __init__(
         self, stack: contextlib.ExitStack, state: dict[str, Any], pull_mb_s: float = 0.0
@@ -99,13 +99,13 @@ class Saver:
             self.save().wait(120)
 
     def save(self) -> ecckpt.SaveHandle:
-        """Begin one."""
+        """Begin a save."""
         return self._ckpt.save(next(self._steps), self._state, patience_s=120)
 
 
 @contextlib.contextmanager
 def loops(folder: Path, cpu: int) -> Iterator[dict[str, Timed]]:
-    """For ``bench.elsewhere``: what keeps a CPU busy for a while."""
+    """Cases for ``bench.elsewhere`` that keep a CPU busy for a while."""
     os.sched_setaffinity(0, {cpu})
     source, target = np.ones(MIB << 20, np.uint8), np.ones(MIB << 20, np.uint8)
 
@@ -125,26 +125,26 @@ def loops(folder: Path, cpu: int) -> Iterator[dict[str, Timed]]:
 
 @dataclass
 class Comparison:
-    """Disturbed steps by undisturbed ones, of each round: on the wall, of the CPU, and ms lost."""
+    """Disturbed steps relative to undisturbed ones, by round: wall, CPU, and ms lost."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     lost_ms: list[float] = field(default_factory=list)
 
     def add(self, alone: np.ndarray, disturbed: np.ndarray) -> None:
-        """Take a round's steps."""
+        """Add a round's steps."""
         before_s, taken_s = alone.mean(axis=0), disturbed.mean(axis=0)
         self.wall.append(float(taken_s[0] / before_s[0]))
         self.cpu.append(float(taken_s[1] / before_s[1]))
         self.lost_ms.append(1e3 * len(disturbed) * float(taken_s[0] - before_s[0]))
 
     def medians(self) -> dict[str, float]:
-        """Over the rounds."""
+        """Return the medians over the rounds."""
         return {name: statistics.median(values) for name, values in vars(self).items()}
 
 
 def measure(rounds: int, mib: int) -> tuple[float, dict[str, Comparison]]:
-    """Seconds of an undisturbed step, and how others compare, by way."""
+    """Return the seconds of an undisturbed step, and the ratios of disturbed ones, by way."""
     cpus = sorted(os.sched_getaffinity(0))
     others = set(cpus[1:]) or set(cpus)
     state, training = even_state(mib << 20, 100), Training()
@@ -196,7 +196,7 @@ def main() -> None:
     alone_s, found = measure(arguments.rounds, arguments.mib)
     ways = {way: each.medians() for way, each in found.items()}
     print(f"a step, undisturbed: {1e3 * alone_s:.2f} ms")
-    print(f"{'while there is':40} {'x wall':>7} {'x CPU':>7} {'ms lost':>8}")
+    print(f"{'steps beside':40} {'x wall':>7} {'x CPU':>7} {'ms lost':>8}")
     for way, each in ways.items():
         print(f"{way:40} {each['wall']:7.3f} {each['cpu']:7.3f} {each['lost_ms']:8.1f}")
     print(json.dumps({"step_ms": 1e3 * alone_s, "ways": ways}))

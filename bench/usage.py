@@ -1,4 +1,4 @@
-"""What processes used: CPU time, memory beyond what was there before, bytes over loopback."""
+"""Resources that processes used: CPU time, additional memory, bytes over loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES_EVERY_S = 0.005
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started, and they did."""
+    """Return a process and all its descendants."""
     found = [pid]
     for each in found:
         found += children(each)
@@ -26,16 +26,16 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds of all threads of these processes so far, to the nanosecond."""
+    """Return the CPU seconds of all threads of these processes, to the nanosecond."""
     total_s = 0.0
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             total_s += time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid makes it
     return total_s
 
 
 def private_bytes(pids: Iterable[int]) -> int:
-    """Resident memory that these processes share with nobody's file."""
+    """Return the resident memory of these processes that belongs to no file."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -45,13 +45,13 @@ def private_bytes(pids: Iterable[int]) -> int:
 
 
 def tmpfs_bytes() -> int:
-    """What all files in shared memory have, of any process of this machine."""
+    """Return the bytes of all files in shared memory, of any process of this machine."""
     found = os.statvfs(TMPFS)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 def loopback_bytes() -> int:
-    """What went over loopback since the machine started, of any process."""
+    """Return the bytes over loopback since the machine started, of any process."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -62,7 +62,7 @@ def loopback_bytes() -> int:
 class Peak:
     """The most memory that processes and tmpfs had while it was open; use as a context manager.
 
-    It looks 200 times a second, which costs time: what is timed is run again without it.
+    It samples 200 times a second, which costs time: timed cases run again without it.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:

@@ -47,7 +47,7 @@ def stall(canvas: Canvas) -> None:
     )  # fmt: skip
     canvas.text(THIRD, 136, "the stall", size=17.5, fill=palette.wait_text, bold=True)
     for y, words in [
-        (160, "Nobody is asked: no"),
+        (160, "No peer is asked: no"),
         (179, "network, no collective."),
         (212, "If the slot, or the save"),
         (231, "before, is not ready in"),
@@ -122,7 +122,7 @@ def commit(canvas: Canvas) -> None:
     canvas.arrow((FIRST + LANE / 2, 670), (FIRST + LANE / 2, top - 2))
     below = 796
     step(FIRST, below, LANE, "12", "reserve a slot", "for the next save")
-    step(SECOND, below, LANE, "13", "write to disk", "if there is one;", "nobody waits for it")
+    step(SECOND, below, LANE, "13", "write to disk", "if there is one;", "only close() waits")
     step(THIRD, below, LANE, "13", "write to disk", "their fragments,", "likewise")
     for x in (FIRST, SECOND, THIRD):
         canvas.arrow((x + LANE / 2, top + 70), (x + LANE / 2, below))

@@ -26,7 +26,7 @@ from ecckpt.client.restore.found import FoundGeneration
 from ecckpt.client.restore.protocol import Wanted
 from ecckpt.client.restore.restorer import Restored
 from ecckpt.client.slot_mappings import Slots
-from ecckpt.client.state_effects import StateEffects
+from ecckpt.client.state_performer import StatePerformer
 from ecckpt.client.threads import ThreadPerformer
 from ecckpt.errors import InvalidConfig, SaveTimedOut
 from ecckpt.format.ids import Generation
@@ -122,7 +122,7 @@ class Checkpointer:
             meeting, self._config, node, agents=agents, memory_bytes=memory_bytes
         )
         self._slots = Slots()
-        self._effects = StateEffects(
+        self._effects = StatePerformer(
             self._connections,
             self._slots,
             rank=self._cluster.rank,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ecckpt.client.cluster.connections import Connections
 from ecckpt.client.save.ticket import Ticket
 from ecckpt.client.slot_mappings import Slots
-from ecckpt.client.state_effects import StateEffects
+from ecckpt.client.state_performer import StatePerformer
 from ecckpt.client.threads import ThreadPerformer
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import ShardId
@@ -71,5 +71,5 @@ class HeldTicket:
         self.connections.revive_agent()
 
     def _performer(self, slots: Slots | None = None) -> ThreadPerformer:
-        effects = StateEffects(self.connections, slots or Slots())
+        effects = StatePerformer(self.connections, slots or Slots())
         return ThreadPerformer(self.connections, Tracer(), effects.table)

@@ -1,6 +1,6 @@
 """The trainer's mappings of slots: files of its node's agent, mapped once and reused.
 
-client/state_effects.py maps the slots that a rank saves into or loads from. client/held_ticket.py
+client/state_performer.py maps the slots that a rank saves into or loads from. client/held_ticket.py
 does the same in the process to which a ticket was sent.
 """
 

@@ -1,126 +1,178 @@
-"""Effects on the rank's state and its shards, performed in the training process."""
+"""Effects on a rank's state and its shards: part of the closed set of client/effects.py.
+
+The routines do not know what a state is; the performers do: client/state_performer.py in the
+training process, sim/state.py in the simulator. A plan, a shard and a claim pass through routines
+as values of the protocols below.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ecckpt.client.cluster.connections import Connections
-from ecckpt.client.effects import (
-    CheckState,
-    CopyState,
-    Effect,
-    IsRelaid,
-    LoadState,
-    MakeShard,
-    MapSlot,
-    PlanState,
-    ProveHome,
-    ReadShard,
-    Snapshot,
-)
-from ecckpt.client.read.home_copy import ShardInMemory, prove_home
-from ecckpt.client.read.reshard import reshape_from
-from ecckpt.client.read.shard_reader import Peers, ShardReader
-from ecckpt.client.slot_mappings import Slots
-from ecckpt.format.fragment_file import Header
-from ecckpt.memory.buffers import COPY_THREADS
-from ecckpt.protocol.verbs import SLOT
-from ecckpt.state.file.shard import read_shard
-from ecckpt.state.load.load import check
-from ecckpt.state.reshard.reshape import is_relaid
-from ecckpt.state.snapshot.plan import ShardPlan, plan_shard
-from ecckpt.state.snapshot.replicas import Replicas
+from ecckpt.client.effects import Effect
+
+if TYPE_CHECKING:
+    from ecckpt.format.fragment_file import Header
+    from ecckpt.policy.survival import ShardSources
+    from ecckpt.protocol.messages.save import Slot
 
 
-class StateEffects:
-    """Performs them for one rank; ``slots`` are the mappings of its node's slots."""
-
-    def __init__(
-        self,
-        connections: Connections,
-        slots: Slots,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        replicas: Replicas | None = None,
-        home: str = "",
-    ) -> None:
-        self._connections, self._slots = connections, slots
-        self._rank, self._ranks, self._replicas = rank, ranks, replicas
-        self._home = home
-        self.table: dict[type[Effect[Any]], Callable[[Any], Any]] = {
-            PlanState: self._plan,
-            CopyState: self._copy,
-            MapSlot: lambda effect: slots.ahead(effect.slot, effect.payload_bytes),
-            ProveHome: self._prove_home,
-            ReadShard: self._read,
-            MakeShard: self._make,
-            CheckState: self._check,
-            IsRelaid: lambda effect: is_relaid(effect.state, _in_memory(effect.brought).shard),
-            LoadState: lambda effect: effect.load(),
-        }
-
-    def peers(self, *, patience_s: float, timeout_s: float) -> Peers:
-        """The agents, to be read from for ``timeout_s`` from now on."""
-        clients = self._connections.peers.items()
-        return Peers(
-            clients={node: replace(peer, timeout_s=patience_s) for node, peer in clients},
-            near=self._home,
-            home=self._home_payload,
-            spread=self._rank,
-            deadline_s=time.monotonic() + timeout_s,
-        )
-
-    def _plan(self, effect: PlanState) -> Snapshot:
-        previous = cast("ShardPlan | None", effect.previous)
-        return plan_shard(effect.state, previous=previous, replicas=self._replicas)
-
-    def _copy(self, effect: CopyState) -> None:
-        plan, header = cast(ShardPlan, effect.snapshot), effect.header
-        payload = self._slots.payload(effect.slot, header.payload_bytes)
-        plan.write(payload[: plan.shard_bytes], threads=COPY_THREADS)
-        payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
-
-    def _prove_home(self, effect: ProveHome) -> ShardInMemory:
-        agent = self._connections.agent
-        return prove_home(
-            effect.slot, agent, self._slots, assign=effect.assign, wanted=effect.wanted
-        )
-
-    def _read(self, effect: ReadShard) -> ShardInMemory:
-        peers = self.peers(patience_s=effect.patience_s, timeout_s=effect.timeout_s)
-        by_address = {peer.address: peer for peer in peers.clients.values()}
-        reader = ShardReader(effect.sources, replace(peers, clients=by_address))
-        shard = read_shard(reader.whole())
-        return ShardInMemory(
-            shard=shard,
-            pulled_bytes=reader.pulled_bytes,
-            rebuilt_fragments=reader.rebuilt_fragments,
-            own=True,
-        )
-
-    def _make(self, effect: MakeShard) -> ShardInMemory:
-        peers = self.peers(patience_s=effect.patience_s, timeout_s=effect.timeout_s)
-        shards, state = effect.shards, effect.state
-        made = reshape_from(shards, peers, state, rank=self._rank, ranks=self._ranks)
-        return ShardInMemory(
-            shard=made.shard,
-            pulled_bytes=made.pulled_bytes,
-            rebuilt_fragments=made.rebuilt_fragments,
-            reseeded=made.reseeded,
-        )
-
-    def _check(self, effect: CheckState) -> Callable[[], int]:
-        return check(effect.state, _in_memory(effect.brought).shard, assign=effect.assign)
-
-    def _home_payload(self, header: Header) -> memoryview:
-        """A home copy of this node where it lies, nothing of it proven."""
-        slot = self._connections.agent.call(SLOT, header.shard)
-        return self._slots.payload(slot, header.payload_bytes, to_write=False)
+class NotWanted(Exception):
+    """A proof ended early, because no routine waits for it any more."""
 
 
-def _in_memory(brought: object) -> ShardInMemory:
-    return cast(ShardInMemory, brought)
+class ReplicaClaim(Protocol):
+    """What one rank says that all ranks have, tensor by tensor (state/snapshot/replicas.py)."""
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for two ranks if their claims are."""
+
+    def pack(self) -> bytes:
+        """What ``differences`` needs of another rank's claim."""
+
+    def differences(self, packed: bytes) -> str:
+        """In words, where another rank's claim is not this one."""
+
+
+class Snapshot(Protocol):
+    """The plan of one shard, before its bytes are copied (``state.snapshot.plan.ShardPlan``)."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Length of the shard."""
+
+    @property
+    def claim(self) -> ReplicaClaim | None:
+        """What the other ranks must have as well, if anything."""
+
+
+class Brought(Protocol):
+    """A shard that is here, every block of it proven, and what bringing it cost."""
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Bytes that came from other nodes."""
+
+    @property
+    def rebuilt_fragments(self) -> int:
+        """Fragments that were computed."""
+
+    @property
+    def reseeded(self) -> tuple[str, ...]:
+        """Paths of the ``RngState`` that are to be seeded anew."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the bytes are this process's, which may keep and change them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanState(Effect[Snapshot]):
+    """Plan the shard of a state; ``previous`` is the plan before, most of which can be used again.
+
+    Raises what the state's own code raises, too.
+    """
+
+    state: Any
+    previous: Snapshot | None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState(Effect[None]):
+    """Copy the planned state into a slot, and zeros up to ``header.payload_bytes`` behind it.
+
+    A recycled slot holds an older shard, and what lies behind the new one is coded too. The state
+    may change as soon as this returns. Raises what the state's own code raises, too.
+    """
+
+    snapshot: Snapshot
+    slot: Slot
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class MapSlot(Effect[None]):
+    """Map a slot ahead of the ``CopyState`` that will fill it."""
+
+    slot: Slot
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotExists(Effect[bool]):
+    """Whether the slot's file is still there: an agent that starts anew keeps no unused slots."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class ProveHome(Effect[Brought]):
+    """Map this node's home copy in a slot and check every block of it.
+
+    Attributes:
+        assign: map it privately, so that tensors of this process may lie in it for good.
+        wanted: asked between pieces; the proof ends with ``NotWanted`` once it is False.
+
+    Raises ``CorruptFragment`` for a bad block, ``NotMapped`` without address space.
+    """
+
+    slot: Slot
+    assign: bool
+    wanted: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShard(Effect[Brought]):
+    """Bring one shard from other nodes straight into this process, past this node's agent.
+
+    ``sources`` names addresses of agents where others name nodes. One agent may take ``patience_s``
+    to answer, all of it ``timeout_s``.
+    """
+
+    sources: ShardSources
+    patience_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MakeShard(Effect[Brought]):
+    """Make this rank's shard out of all that another number of ranks, or another mesh, saved.
+
+    ``shards`` are in the order of the ranks that saved. Raises ``StateMismatch`` where none can be
+    made that fits ``state``.
+    """
+
+    shards: Sequence[ShardSources]
+    state: Any
+    patience_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckState(Effect["Callable[[], int]"]):
+    """Check a shard against the state and change nothing; the result loads it (``LoadState``).
+
+    ``assign``: without a copy where that is possible. Raises ``StateMismatch``.
+    """
+
+    state: Any
+    brought: Brought
+    assign: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IsRelaid(Effect[bool]):
+    """Whether a shard would fit the state but for DTensors that are cut in another way here."""
+
+    state: Any
+    brought: Brought
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState(Effect[int]):
+    """Load a checked shard into the state; the result is how many bytes were assigned."""
+
+    load: Callable[[], int]

@@ -29,7 +29,6 @@ from ecckpt.client.effects import (
     CallAgent,
     CallAgents,
     Effect,
-    Exchange,
     FinishHandle,
     Join,
     Lane,
@@ -37,10 +36,10 @@ from ecckpt.client.effects import (
     Now,
     PingAgent,
     Queue,
+    RankExchange,
     Report,
     ReviveAgent,
     Routine,
-    SlotExists,
     Start,
     StoreAdd,
     StoreAgree,
@@ -54,6 +53,7 @@ from ecckpt.client.effects import (
     Until,
 )
 from ecckpt.client.events import Event, Message, SaveFailure
+from ecckpt.client.state_effects import SlotExists
 from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.memory.mapping import address_space_is_limited
 from ecckpt.protocol.agent_client import AgentClient
@@ -73,7 +73,7 @@ class ThreadPerformer:
         connections: the agents.
         tracer: where spans are noted.
         meeting: how the ranks meet; None where no routine needs other ranks.
-        state: performs the effects on the state (client/state_effects.py).
+        state: performs the effects on the state (client/state_performer.py).
         lanes: those that have a thread. They are started here, since a program that is ending can
             start none.
     """
@@ -98,7 +98,7 @@ class ThreadPerformer:
             CallAgents: self._call_all,
             PingAgent: lambda effect: self._client(OWN, effect.patience_s).node(),
             ReviveAgent: lambda effect: connections.revive_agent(),
-            Exchange: self._exchange,
+            RankExchange: self._exchange,
             Now: lambda effect: time.monotonic(),
             Until: self._until,
             Queue: lambda effect: self._lanes[effect.lane].put(effect.routine),
@@ -208,7 +208,7 @@ class ThreadPerformer:
         }
         return {kind: _mapped(act) for kind, act in acts.items()}
 
-    def _exchange(self, effect: Exchange) -> bytes:
+    def _exchange(self, effect: RankExchange) -> bytes:
         assert self._meeting is not None
 
         def decide(payloads: list[bytes]) -> Sequence[bytes]:

@@ -70,7 +70,8 @@ def block_bytes_for(shard_bytes: int) -> int:
     return min(max(1 << (most.bit_length() - 1), _LEAST_BLOCK_BYTES), BLOCK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+# Not keyword-only: a restore of a large run makes hundreds of thousands of headers, by position.
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What a fragment or home copy says of itself. All sizes in bytes.
 

@@ -37,7 +37,7 @@ UNREADABLE_DISK = "disk"
 """Key in ``rejected`` for a disk that cannot be used at all."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     """What one agent holds of one run: ``headers`` of files in memory, and of files on ``disk``.
 

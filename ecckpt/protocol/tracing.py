@@ -47,7 +47,9 @@ class Tracer:
         """Record a phase that ends now; for phases whose shard was not known when they began."""
         began_unix_s, began_s = began
         seconds = time.perf_counter() - began_s
-        self._spans.append(Span(name, shard, index, began_unix_s, seconds))
+        self._spans.append(
+            Span(name=name, shard=shard, index=index, began_unix_s=began_unix_s, seconds=seconds)
+        )
 
     def add_spans(self, spans: Iterable[Span]) -> None:
         """Add spans that another process recorded."""

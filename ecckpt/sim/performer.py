@@ -1,6 +1,6 @@
 """Performs the client's effects in simulated time, with messages and bytes that are made up.
 
-The counterpart of client/threads.py and client/state_effects.py. It decides nothing: what a rank
+The counterpart of client/threads.py and client/state_performer.py. It decides nothing: what a rank
 does and when is in client/. Code between two effects is atomic here, as there.
 """
 
@@ -17,23 +17,18 @@ from ecckpt.client.effects import (
     OWN,
     CallAgent,
     CallAgents,
-    CheckState,
     Effect,
-    Exchange,
     FinishHandle,
-    IsRelaid,
     Join,
     Lane,
-    LoadState,
     Mark,
     Now,
     PingAgent,
-    PlanState,
     Queue,
+    RankExchange,
     Report,
     ReviveAgent,
     Routine,
-    Snapshot,
     Start,
     StoreAdd,
     StoreAgree,
@@ -46,6 +41,7 @@ from ecckpt.client.effects import (
     TraceSpan,
     Until,
 )
+from ecckpt.client.state_effects import CheckState, IsRelaid, LoadState, PlanState, Snapshot
 from ecckpt.errors import AgentUnreachable, EcckptError
 from ecckpt.protocol.verbs import BEGIN, GUARD, INVENTORY, SLOT, WATCH, Verb
 from ecckpt.sim.hosts.agent import SimulatedAgent
@@ -120,7 +116,7 @@ class SimulatedPerformer:
             CallAgents: self._call_all,
             PingAgent: self._ping,
             ReviveAgent: self._revive,
-            Exchange: self._exchange,
+            RankExchange: self._exchange,
             StoreWait: self._store_wait,
             Until: self._until,
             Join: self._join,
@@ -200,7 +196,7 @@ class SimulatedPerformer:
 
     # -- other ranks ------------------------------------------------------------------------------
 
-    def _exchange(self, effect: Exchange) -> Steps:
+    def _exchange(self, effect: RankExchange) -> Steps:
         def lead(payloads: list[bytes]) -> Steps:
             return (yield from self.run(effect.decide(payloads)))
 

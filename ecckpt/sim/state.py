@@ -8,9 +8,10 @@ from hashlib import shake_128
 from typing import TYPE_CHECKING, Any, cast
 
 from ecckpt.agent.runtime.shard_bytes import bad_blocks, data_views
-from ecckpt.client.effects import (
+from ecckpt.client.effects import Effect
+from ecckpt.client.read.shard_reader import Peers
+from ecckpt.client.state_effects import (
     CopyState,
-    Effect,
     MakeShard,
     MapSlot,
     PlanState,
@@ -18,7 +19,6 @@ from ecckpt.client.effects import (
     ReadShard,
     SlotExists,
 )
-from ecckpt.client.read.shard_reader import Peers
 from ecckpt.errors import CorruptFragment, NotHeld
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.format.ids import Generation
@@ -186,7 +186,9 @@ class SimulatedState:
             homes = sources.homes if index < header.k else ()
             if nodes := peers.order((*homes, *sources.fragments.get(index, ()))):
                 places.append(Sources(index, tuple(nodes)))
-        message = Fetch(header, 0, tuple(places), 0, 0.0)
+        message = Fetch(
+            header=header, writer=0, sources=tuple(places), memory_bytes=0, timeout_s=0.0
+        )
         puller = Puller(self._host.node, session.world, session.network, session.hosts)
         table = yield from puller.table(message)
         views = [memoryview(bytearray(header.fragment_bytes)) for _ in range(header.n)]

@@ -156,7 +156,15 @@ class Life:
 
     def _stage(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)
-        slot = self._agent.reserve(Reserve(head, self._budget_bytes, 1, 1, given_up))
+        slot = self._agent.reserve(
+            Reserve(
+                header=head,
+                memory_bytes=self._budget_bytes,
+                local_ranks=1,
+                holders=1,
+                discard=given_up,
+            )
+        )
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(payload_of(which, 0))
@@ -165,7 +173,15 @@ class Life:
     def _protect(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)
         self._agent.protect(
-            Protect(head.shard, self._timeline, (), 0, self._budget_bytes, WAIT_S, given_up)
+            Protect(
+                shard=head.shard,
+                writer=self._timeline,
+                targets=(),
+                min_fragments=0,
+                memory_bytes=self._budget_bytes,
+                timeout_s=WAIT_S,
+                discard=given_up,
+            )
         )
         deadline_s, state = time.monotonic() + WAIT_S, "encoding"
         while state not in ("protected", "failed") and time.monotonic() < deadline_s:
@@ -180,9 +196,22 @@ class Life:
         table = pack_table(coded(which, 1)[1])
         source, budget_bytes = self._source, self._budget_bytes
         # Once there is memory to spare, it is pulled before it is asked for.
-        self._agent.prefetch(Prefetch(head, self._timeline, source, 5.0, given_up))
+        self._agent.prefetch(
+            Prefetch(
+                header=head, writer=self._timeline, source=source, timeout_s=5.0, discard=given_up
+            )
+        )
         self._agent.hold(
-            Hold(head, self._timeline, table, source, budget_bytes, 5.0, given_up, False)
+            Hold(
+                header=head,
+                writer=self._timeline,
+                table=table,
+                source=source,
+                memory_bytes=budget_bytes,
+                timeout_s=5.0,
+                discard=given_up,
+                repair=False,
+            )
         )
         deadline_s = time.monotonic() + WAIT_S
         core = self._agent.core

@@ -168,7 +168,10 @@ class _Payloads:
             sources.append(Sources(index, tuple(address[node] for node in at)))
         node = self._cluster.nodes[-1]
         header = replace(self._header.at(HOME), home=node)
-        return self._cluster.client(node).call(FETCH, Fetch(header, 1, tuple(sources), 0, 30.0))
+        return self._cluster.client(node).call(
+            FETCH,
+            Fetch(header=header, writer=1, sources=tuple(sources), memory_bytes=0, timeout_s=30.0),
+        )
 
 
 class _Damage:

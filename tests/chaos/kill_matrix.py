@@ -106,7 +106,9 @@ class _Matrix:
             for index, nodes in report.fragments.items()
         )
         header = replace(report.header.at(HOME), home=at)
-        return self._clients[at].call(FETCH, Fetch(header, 1, sources, 0, 30.0))
+        return self._clients[at].call(
+            FETCH, Fetch(header=header, writer=1, sources=sources, memory_bytes=0, timeout_s=30.0)
+        )
 
 
 if __name__ == "__main__":

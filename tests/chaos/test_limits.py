@@ -179,7 +179,10 @@ def test_dead_trainers_and_neighbours_side_by_side(cluster6: LocalCluster) -> No
     for step in range(1, 21):
         # A trainer that dies in the middle of its snapshot, or right after it, again and again.
         header = _header(step)
-        slot = client.call(RESERVE, Reserve(header, 1 << 24, 1, 5, ()))
+        slot = client.call(
+            RESERVE,
+            Reserve(header=header, memory_bytes=1 << 24, local_ranks=1, holders=5, discard=()),
+        )
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(b"half of it")

@@ -175,7 +175,16 @@ def test_an_agent_of_another_version(
     form: int,
     words: str,
 ) -> None:
-    info = NodeInfo("old", "0" * 16, "old", "127.0.0.1:1", "/x", protocol, form, 1)
+    info = NodeInfo(
+        node="old",
+        instance="0" * 16,
+        domain="old",
+        address="127.0.0.1:1",
+        root="/x",
+        protocol_version=protocol,
+        format_version=form,
+        pid=1,
+    )
     address = impostor(pack_message(info))
     with pytest.raises(errors.VersionMismatch, match=words):
         World(cluster1, agents=[address])

@@ -119,7 +119,10 @@ def test_every_loss_of_up_to_three_nodes(
                     for index, nodes in report.fragments.items()
                 )
                 header = replace(report.header.at(HOME), home=home)
-                cluster.client(home).call(FETCH, Fetch(header, 2, sources, 0, 30.0))
+                cluster.client(home).call(
+                    FETCH,
+                    Fetch(header=header, writer=2, sources=sources, memory_bytes=0, timeout_s=30.0),
+                )
             shard = _download(cluster.client(home), report.header.shard)
             assert shard == shards[report.rank]
     finally:

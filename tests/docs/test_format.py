@@ -405,7 +405,9 @@ def test_digests_in_the_document():
 def test_run_state_in_the_document():
     section = DOCUMENT.split("## 5. Run state")[1].split("## 6.")[0]
     listed = re.findall(r"^\| `(\w+)` \|", section, re.M)
-    guard = Guard("r", 1, (), 0, 1, 0, 1.0)
+    guard = Guard(
+        run="r", writer=1, members=(), holders=0, local_ranks=1, memory_bytes=0, timeout_s=1.0
+    )
     fields = msgpack.unpackb(pack_notes(RunNotes(fence=3, guard=guard))[4:])
     assert listed == list(fields)
     assert (fields["restored_by"], fields["committed"]) == (0, "")

@@ -193,7 +193,19 @@ def test_no_message_is_made_up():
 
 def test_header_travels_as_listed():
     generation = Generation(1, 2, "0" * 16)
-    header = Header(ShardId("r", generation, 0), 1, 0, 1, 0, 0, 832, 4096, "n", None, 0)
+    header = Header(
+        shard=ShardId("r", generation, 0),
+        world_size=1,
+        index=0,
+        k=1,
+        m=0,
+        shard_bytes=0,
+        fragment_bytes=832,
+        block_bytes=4096,
+        home="n",
+        parent=None,
+        created_unix_s=0,
+    )
     assert list(header.to_wire()) == messages()["Header"]
 
 
@@ -287,7 +299,10 @@ class Http:
         return status, msgpack.unpackb(body)
 
     def reserve(self, shard, memory_bytes=MEMORY):
-        return self.call("reserve", Reserve(shard, memory_bytes, 1, 0, ()))
+        return self.call(
+            "reserve",
+            Reserve(header=shard, memory_bytes=memory_bytes, local_ranks=1, holders=0, discard=()),
+        )
 
     def stage(self, shard):
         """Put a shard of zeros into a slot; its home copy is staged then."""
@@ -313,30 +328,74 @@ def own(gen=NOW, **fields):
 
 def protect_of(shard, writer=None):
     writer = shard.shard.generation.timeline if writer is None else writer
-    return Protect(shard.shard, writer, (), 0, MEMORY, 5.0, ())
+    return Protect(
+        shard=shard.shard,
+        writer=writer,
+        targets=(),
+        min_fragments=0,
+        memory_bytes=MEMORY,
+        timeout_s=5.0,
+        discard=(),
+    )
 
 
 def hold_of(shard, index=0, table=None):
     table = pack_table(table_of(shard)) if table is None else table
     writer = shard.shard.generation.timeline
-    return Hold(shard.at(index), writer, table, "127.0.0.1:1", MEMORY, 5.0, (), repair=False)
+    return Hold(
+        header=shard.at(index),
+        writer=writer,
+        table=table,
+        source="127.0.0.1:1",
+        memory_bytes=MEMORY,
+        timeout_s=5.0,
+        discard=(),
+        repair=False,
+    )
 
 
 def fetch_of(shard, memory_bytes=MEMORY):
-    return Fetch(shard, shard.shard.generation.timeline, (), memory_bytes, 5.0)
+    return Fetch(
+        header=shard,
+        writer=shard.shard.generation.timeline,
+        sources=(),
+        memory_bytes=memory_bytes,
+        timeout_s=5.0,
+    )
 
 
 def repair_of(shard, memory_bytes=MEMORY):
-    return Repair(shard, shard.shard.generation.timeline, (), (), memory_bytes, 5.0)
+    return Repair(
+        header=shard,
+        writer=shard.shard.generation.timeline,
+        sources=(),
+        targets=(),
+        memory_bytes=memory_bytes,
+        timeout_s=5.0,
+    )
 
 
 def guard_of(writer, holders=0, members=0):
     others = tuple(Member(f"n{number}", "d", "127.0.0.1:1") for number in range(members))
-    return Guard("test", writer, others, holders, 1, MEMORY, 5.0)
+    return Guard(
+        run="test",
+        writer=writer,
+        members=others,
+        holders=holders,
+        local_ranks=1,
+        memory_bytes=MEMORY,
+        timeout_s=5.0,
+    )
 
 
 def prefetch_of(gen, index=0):
-    return Prefetch(own(gen).at(index), gen.timeline, "127.0.0.1:1", 5.0, ())
+    return Prefetch(
+        header=own(gen).at(index),
+        writer=gen.timeline,
+        source="127.0.0.1:1",
+        timeout_s=5.0,
+        discard=(),
+    )
 
 
 def _maps_no_more(http, monkeypatch):
@@ -370,11 +429,26 @@ def _has_a_staged_slot(http, monkeypatch):
 HUGE = own(shard_bytes=1 << 46, block_bytes=1 << 30)
 # For every error of every verb: a request that is refused with it, and what happens before.
 PROVOKED = {
-    ("reserve", "Fenced"): (Reserve(own(OLD), MEMORY, 1, 0, ()), None),
-    ("reserve", "InvalidMessage"): (Reserve(own().at(0), MEMORY, 1, 0, ()), None),
-    ("reserve", "MemoryBudgetTooSmall"): (Reserve(own(), 1, 1, 0, ()), None),
-    ("reserve", "TmpfsFull"): (Reserve(HUGE, 1 << 60, 1, 0, ()), None),
-    ("reserve", "NotMapped"): (Reserve(own(), MEMORY, 1, 0, ()), _maps_no_more),
+    ("reserve", "Fenced"): (
+        Reserve(header=own(OLD), memory_bytes=MEMORY, local_ranks=1, holders=0, discard=()),
+        None,
+    ),
+    ("reserve", "InvalidMessage"): (
+        Reserve(header=own().at(0), memory_bytes=MEMORY, local_ranks=1, holders=0, discard=()),
+        None,
+    ),
+    ("reserve", "MemoryBudgetTooSmall"): (
+        Reserve(header=own(), memory_bytes=1, local_ranks=1, holders=0, discard=()),
+        None,
+    ),
+    ("reserve", "TmpfsFull"): (
+        Reserve(header=HUGE, memory_bytes=1 << 60, local_ranks=1, holders=0, discard=()),
+        None,
+    ),
+    ("reserve", "NotMapped"): (
+        Reserve(header=own(), memory_bytes=MEMORY, local_ranks=1, holders=0, discard=()),
+        _maps_no_more,
+    ),
     ("stage", "Fenced"): (Stage(own(OLD), "0" * 16), None),
     ("stage", "NotHeld"): (Stage(own(), "0" * 16), None),
     ("protect", "Fenced"): (protect_of(own(), writer=1), None),

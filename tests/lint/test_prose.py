@@ -21,12 +21,9 @@ UNFINISHED = (
     "ecckpt/sim",
     "ecckpt/state",
     "ecckpt/testing",
-    "docs/CHANGELOG.md",
     "docs/EXPORT.md",
     "docs/OPERATIONS.md",
-    "docs/PERFORMANCE.md",
     "docs/PROTOCOL.md",
-    "docs/RELIABILITY.md",
 )
 
 

@@ -49,14 +49,14 @@ def table_of(header, seed=1):
 
 def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=()):
     return Inventory(
-        node,
-        Headers.from_headers(headers),
-        Headers.from_headers(disk),
-        tuple(stored),
-        committed,
-        fence,
-        tuple(roll_backs),
-        {},
+        node=node,
+        headers=Headers.from_headers(headers),
+        disk=Headers.from_headers(disk),
+        stored=tuple(stored),
+        committed=committed,
+        fence=fence,
+        roll_backs=tuple(roll_backs),
+        rejected={},
     )
 
 

@@ -141,7 +141,9 @@ class Commits:
         return lambda effect: self.state[rank] != effect.message.known_state
 
     def _progress(self, rank: int) -> Callable[[Any], Progress]:
-        return lambda effect: Progress(self.state[rank], 5, self.problems, 0.5, 0.75)
+        return lambda effect: Progress(
+            state=self.state[rank], held=5, problems=self.problems, encode_s=0.5, protected_s=0.75
+        )
 
     def _commit(self, rank: int) -> Callable[[Any], Any]:
         def commit(effect: Any) -> Any:

@@ -83,7 +83,7 @@ class Hands:
 
     def region(self, size_bytes):
         self.regions += 1
-        return Region(Path(f"{self.regions}"), size_bytes, memoryview(b""))
+        return Region(path=Path(f"{self.regions}"), size_bytes=size_bytes, view=memoryview(b""))
 
     def took(self, kind):
         found = [each for each in self.settled if isinstance(each, kind)]
@@ -96,7 +96,9 @@ class Hands:
 
 
 def reserve(gen=NEW, **fields):
-    return Reserve(header(gen=gen, **fields), BUDGET, 1, 5, ())
+    return Reserve(
+        header=header(gen=gen, **fields), memory_bytes=BUDGET, local_ranks=1, holders=5, discard=()
+    )
 
 
 def stage(hands, gen=NEW, **fields):
@@ -108,13 +110,30 @@ def stage(hands, gen=NEW, **fields):
 
 def protect(gen=NEW, *, writer=1, targets=range(5), least=3, timeout_s=60.0):
     where = tuple(Target(index, f"h{index}", f"h{index}:1") for index in targets)
-    return Protect(header(gen=gen).shard, writer, where, least, BUDGET, timeout_s, ())
+    return Protect(
+        shard=header(gen=gen).shard,
+        writer=writer,
+        targets=where,
+        min_fragments=least,
+        memory_bytes=BUDGET,
+        timeout_s=timeout_s,
+        discard=(),
+    )
 
 
 def hold(index=2, *, writer=1, discard=(), repair=False, **fields):
     shard = header(index, **{"gen": NEW} | fields)
     table = pack_table(table_of(shard))
-    return Hold(shard, writer, table, "n0:1", BUDGET, 60.0, discard, repair)
+    return Hold(
+        header=shard,
+        writer=writer,
+        table=table,
+        source="n0:1",
+        memory_bytes=BUDGET,
+        timeout_s=60.0,
+        discard=discard,
+        repair=repair,
+    )
 
 
 def held(index, problem="", gen=NEW):

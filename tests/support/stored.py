@@ -100,13 +100,27 @@ def store(
             created_unix_s=0,
         )
         client = cluster.client(nodes[home])
-        slot = client.call(RESERVE, Reserve(header, 0, 1, k + m, ()))
+        slot = client.call(
+            RESERVE,
+            Reserve(header=header, memory_bytes=0, local_ranks=1, holders=k + m, discard=()),
+        )
         with Path(slot.path).open("r+b") as file:
             file.seek(slot.payload_offset)
             file.write(shard.ljust(header.payload_bytes, b"\0"))
         client.call(STAGE, Stage(header, slot.region))
         targets = tuple(Target(i, node, addresses[node]) for i, node in enumerate(others))
-        client.call(PROTECT, Protect(header.shard, 1, targets, len(targets), 0, 10.0, ()))
+        client.call(
+            PROTECT,
+            Protect(
+                shard=header.shard,
+                writer=1,
+                targets=targets,
+                min_fragments=len(targets),
+                memory_bytes=0,
+                timeout_s=10.0,
+                discard=(),
+            ),
+        )
         state = "encoding"
         while state not in ("protected", "failed"):
             state = client.call(WATCH, Watch(header.shard, state, 5.0)).state

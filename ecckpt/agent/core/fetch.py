@@ -75,7 +75,7 @@ class Fetcher:
             admitted = self._records.admit(run, message.writer)
         except Fenced as error:
             return self.failed(fetching, error)
-        entry = Entry(message.header, region, gathered.table)
+        entry = Entry(header=message.header, region=region, table=gathered.table)
         fetching.region = None  # the entry owns it now: it must not be recycled below
         answer = Fetched(
             slot_of(message.header, region),
@@ -101,7 +101,12 @@ class Fetcher:
 def slot_of(header: Header, region: Region) -> Slot:
     """How a trainer on this node maps a home copy, or the region for one."""
     return Slot(
-        str(region.path), region.name, region.use, region.size_bytes, SUPERBLOCK_BYTES, header
+        path=str(region.path),
+        region=region.name,
+        use=region.use,
+        file_bytes=region.size_bytes,
+        payload_offset=SUPERBLOCK_BYTES,
+        header=header,
     )
 
 

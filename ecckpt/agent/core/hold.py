@@ -89,7 +89,7 @@ class Holder:
             raise RequestRefused(self._records.node, 503, f"{queued} fragments are queued")
         admitted = self._records.admit(header.shard.run, message.writer, header)
         superseded = self.prefetcher.supersede(header.shard)
-        taking = self.prefetcher.claim(message) or Taking(message)
+        taking = self.prefetcher.claim(message) or Taking(message=message)
         taking.message, taking.table = message, table
         self._waiting.append(taking)
         return [*admitted, Reply(Done()), *superseded, *self._begin_queued()]
@@ -153,7 +153,7 @@ class Holder:
             admitted = self._records.admit(header.shard.run, taking.message.writer)
         except Fenced as error:
             return self._end(taking, str(error))
-        entry = Entry(header, region, taking.table)
+        entry = Entry(header=header, region=region, table=taking.table)
         taking.region = None  # the entry owns it now
         return [*admitted, Seal(entry), *self._records.enter(entry), *self._end(taking, "")]
 

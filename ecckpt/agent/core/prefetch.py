@@ -45,7 +45,7 @@ class Prefetcher:
 
     def start(self, message: Prefetch, now_s: float) -> list[Action]:
         """Queue a fragment; if the queue is full it is left out."""
-        taking = Taking(message)
+        taking = Taking(message=message)
         header = message.header
         actions = self.supersede(header.shard)
         known = taking.key in self._takings or self._records.look(header.shard.run).find(

@@ -137,9 +137,15 @@ class Protector:
             home = self._records.look(shard.run).find(shard, HOME)
             # A sealed home copy without a job was left by an earlier agent process.
             state = "unknown" if home is None or home.table is not None else "staging"
-            return Progress(state, 0, (), 0.0, 0.0)
+            return Progress(state=state, held=0, problems=(), encode_s=0.0, protected_s=0.0)
         problems = tuple(job.problems)
-        return Progress(job.state.value, len(job.held), problems, job.encode_s, job.protected_s)
+        return Progress(
+            state=job.state.value,
+            held=len(job.held),
+            problems=problems,
+            encode_s=job.encode_s,
+            protected_s=job.protected_s,
+        )
 
     def allocated(self, job: Job, region: Region) -> list[Action]:
         """The region for the parity was allocated."""

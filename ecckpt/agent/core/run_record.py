@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Entry:
     """A home copy or fragment in the memory of this node.
 
@@ -93,7 +93,7 @@ class RunNotes:
         return replace(self, committed=None, guard=None)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class RunRecord:
     """One run on one node.
 
@@ -220,14 +220,14 @@ class RunRecord:
     def inventory(self, node: str) -> Inventory:
         """All sealed files, as the planning of a restore needs them (policy/survival.py)."""
         return Inventory(
-            node,
-            Headers.from_headers(entry.header for entry in self._sealed()),
-            Headers.from_headers(file.header for file in self.files.values()),
-            self.stored,
-            self.committed,
-            self.fence,
-            self.roll_backs,
-            dict(self.rejected),
+            node=node,
+            headers=Headers.from_headers(entry.header for entry in self._sealed()),
+            disk=Headers.from_headers(file.header for file in self.files.values()),
+            stored=self.stored,
+            committed=self.committed,
+            fence=self.fence,
+            roll_backs=self.roll_backs,
+            rejected=dict(self.rejected),
         )
 
     def commit(self, generation: Generation) -> None:

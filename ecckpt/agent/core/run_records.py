@@ -55,12 +55,12 @@ class RunRecords:
         """The record of a run, to change it; created if the run is not known yet."""
         if run not in self._runs:
             check_name("run", run)
-            self._runs[run] = RunRecord(run, rejected=self.rejected)
+            self._runs[run] = RunRecord(run=run, rejected=self.rejected)
         return self._runs[run]
 
     def look(self, run: str) -> RunRecord:
         """The record of a run, to read it; an empty one, not kept, if the run is not known."""
-        return self._runs.get(run) or RunRecord(run, rejected=self.rejected)
+        return self._runs.get(run) or RunRecord(run=run, rejected=self.rejected)
 
     # -- writers ----------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class RunRecords:
         if region is None or region.name != name or region.size_bytes < header.file_bytes:
             raise NotHeld(f"node {self.node} has no slot {name} for {header.shard}")
         del reserved[header.shard.rank]
-        return self.enter(Entry(header, region, None))
+        return self.enter(Entry(header=header, region=region, table=None))
 
     def clear(self, run: str, rank: int | None = None) -> list[Action]:
         """Drop the slots that a rank (None: every rank) reserved, or staged and never sealed."""

@@ -70,7 +70,7 @@ class Job:
         return self.state in (JobState.PROTECTED, JobState.FAILED)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Taking:
     """Taking in one fragment of another node's shard, because of a ``Hold`` or a ``Prefetch``.
 

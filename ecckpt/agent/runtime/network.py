@@ -30,10 +30,10 @@ _ASK_TIMEOUT_S = 2.0
 
 
 class PeerNetwork:
-    """Requests to other agents, in the thread of whoever calls; ``token`` is their credential.
+    """Requests to other agents, in the thread of the caller; ``token`` is their credential.
 
     With ``pull_bytes_per_s``, fragments of others' saves come no faster than that, all together. A
-    shard that somebody waits for comes as fast as it can.
+    shard that a restore waits for comes as fast as it can.
     """
 
     def __init__(self, token: str, tracer: Tracer, *, pull_bytes_per_s: float = 0.0) -> None:

@@ -13,7 +13,8 @@ from ecckpt.agent.core.actions import Allocate, Borrow, Discard, Recycle
 from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
-from ecckpt.agent.storage.regions import MemoryTier, Region
+from ecckpt.agent.storage.memory_tier import MemoryTier
+from ecckpt.agent.storage.regions import Region, Tmpfs, TmpfsFiles
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, parse_superblock, parse_table
 
@@ -25,10 +26,11 @@ _STATE_LIMIT_BYTES = 1 << 20  # roll-backs and stored generations make it long
 class RegionStore:
     """The files under ``root``. Only one thread at a time writes the state of a run."""
 
-    def __init__(self, root: Path, *, node: str) -> None:
-        self.tier = MemoryTier(root, node=node)
+    def __init__(self, root: Path, *, node: str, files: Tmpfs | None = None) -> None:
+        self._files = files or TmpfsFiles()
+        self.tier = MemoryTier(root, node=node, files=self._files)
         self._states = root / "runs"
-        self._states.mkdir(mode=0o700, exist_ok=True)
+        self._files.make_folder(self._states)
 
     def allocate(self, action: Allocate) -> Region:
         """A region whose superblock is void; raises what the tier raises."""
@@ -58,8 +60,9 @@ class RegionStore:
         """
         path = self._states / f"{run}.state"
         draft = path.with_suffix(".draft")
-        draft.write_bytes(pack_notes(notes))
-        draft.replace(path)
+        with self._files.draft(draft) as file:
+            file.write(pack_notes(notes))
+        self._files.rename(draft, path)
         return notes
 
     # -- what an earlier process left -------------------------------------------------------------
@@ -79,7 +82,7 @@ class RegionStore:
             fatal: tuple[type[Exception], ...],
         ) -> None:
             try:
-                if not path.is_file():
+                if not self._files.is_file(path):
                     raise InvalidMessage(f"{path.name} is not a regular file")
                 adopt(path, records)
             except fatal:
@@ -88,35 +91,36 @@ class RegionStore:
                 records.rejected[path.name] = str(error)
                 _log.warning("not adopted: %s: %s", path, error)
 
-        for path in sorted(self._states.glob("*.state")):
+        for path in self._files.found(self._states, ".state"):
             guarded(path, self._adopt_state, (OSError,))
         for path in self.tier.found():
             guarded(path, self._adopt_region, ())
 
     def _adopt_state(self, path: Path, records: RunRecords) -> None:
-        with path.open("rb") as file:
-            notes = unpack_notes(file.read(_STATE_LIMIT_BYTES), path.name)
+        notes = unpack_notes(self._files.read(path, 0, _STATE_LIMIT_BYTES), path.name)
         record = records.of(path.stem)
         record.believe(notes)
         record.noted = notes
 
     def _adopt_region(self, path: Path, records: RunRecords) -> None:
-        with path.open("rb") as file:
-            superblock = file.read(SUPERBLOCK_BYTES)
-            header = parse_superblock(superblock, path.name)
-            if header is None and not any(superblock):
-                # A spare region, or a slot that was never sealed. It is not recycled, because the
-                # trainer of an unsealed slot may still have it mapped.
-                path.unlink()
-                return
-            if header is None:
-                raise CorruptFragment(f"{path.name}: does not begin like an ecckpt file")
-            if path.stat().st_size < header.file_bytes:  # before trusting its sizes
-                raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
-            file.seek(header.trailer_offset)
-            table = parse_table(file.read(header.trailer_bytes), header, path.name)
+        files = self._files
+        superblock = files.read(path, 0, SUPERBLOCK_BYTES)
+        header = parse_superblock(superblock, path.name)
+        if header is None and not any(superblock):
+            # A spare region, or a slot that was never sealed. It is not recycled, because the
+            # trainer of an unsealed slot may still have it mapped.
+            files.remove(path)
+            return
+        if header is None:
+            raise CorruptFragment(f"{path.name}: does not begin like an ecckpt file")
+        if files.size_bytes(path) < header.file_bytes:  # before trusting its sizes
+            raise CorruptFragment(f"{path.name}: cut off, {header.file_bytes} bytes expected")
+        trailer = files.read(path, header.trailer_offset, header.trailer_bytes)
+        table = parse_table(trailer, header, path.name)
         run = header.shard.run
         records.of(run)  # raises for an invalid name, before any memory is counted for it
-        for action in records.adopt(Entry(header, self.tier.adopt(run, path), table)):
+        for action in records.adopt(
+            Entry(header=header, region=self.tier.adopt(run, path), table=table)
+        ):
             assert isinstance(action, Recycle | Discard)
             self.let_go(action)

@@ -174,11 +174,11 @@ class AgentService:
         if home is None or home.table is None:
             self.fetch(
                 Fetch(
-                    header,
-                    message.writer,
-                    message.sources,
-                    message.memory_bytes,
-                    message.timeout_s,
+                    header=header,
+                    writer=message.writer,
+                    sources=message.sources,
+                    memory_bytes=message.memory_bytes,
+                    timeout_s=message.timeout_s,
                 )
             )
         if not message.targets:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ecckpt.client.effects import NotWanted
 from ecckpt.client.slot_mappings import Slots, private_payload
+from ecckpt.client.state_effects import NotWanted
 from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import CorruptFragment
 from ecckpt.format.block_ranges import span_of

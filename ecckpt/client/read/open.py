@@ -264,7 +264,9 @@ def open(  # noqa: A001  (its public name is ecckpt.open)
     if plan.chosen is None:
         missing = {f"agent {address}": why for address, why in silent.items()}
         raise NothingToRestore(run, plan.rejected() | dict(plan.ruins) | missing)
-    peers = Peers({node: client for node, (_, client) in found.items()}, request_s=timeout_s)
+    peers = Peers(
+        clients={node: client for node, (_, client) in found.items()}, request_s=timeout_s
+    )
     return Opened(run, plan.chosen, peers)
 
 

@@ -34,7 +34,7 @@ _KEPT_BYTES = 64 << 20
 _MOST = 0.5
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Peers:
     """The agents that are read from, shared by all readers of one restore.
 
@@ -72,7 +72,7 @@ class ShardReader:
     zeros. It takes memory for what was brought, not for its length, and lives as long as anybody
     has a view of it. ``pulled_bytes`` counts whole blocks, this node's own included.
 
-    Raises ``TooFewFragments`` if nobody has its checksum table.
+    Raises ``TooFewFragments`` if no agent has its checksum table.
     """
 
     def __init__(self, sources: ShardSources, peers: Peers) -> None:

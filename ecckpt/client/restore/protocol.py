@@ -1,8 +1,8 @@
 """The decisions of a restore: from a recovery plan to orders for all ranks, and a verdict.
 
-Pure: no I/O, no clock. Rank 0 (client/restore/coordinator.py) plans, makes the orders and judges the outcomes. Every rank
-(client/restore/restorer.py) carries out its order. ``Order`` and ``Outcome`` travel between ranks
-as messages, by field name.
+Pure: no I/O, no clock. Rank 0 (client/restore/coordinator.py) plans, makes the orders and judges
+the outcomes. Every rank (client/restore/restorer.py) carries out its order. ``Order`` and
+``Outcome`` travel between ranks as messages, by field name.
 """
 
 from __future__ import annotations

@@ -22,12 +22,9 @@ from typing import Any
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.effects import (
-    CheckState,
-    Exchange,
-    IsRelaid,
-    LoadState,
     Mark,
     Now,
+    RankExchange,
     Report,
     Routine,
     TraceSpan,
@@ -39,6 +36,7 @@ from ecckpt.client.handles import SaveHandle
 from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Order, Outcome, Wanted
 from ecckpt.client.restore.shard_source import Delivery, ShardSource
+from ecckpt.client.state_effects import CheckState, IsRelaid, LoadState
 from ecckpt.errors import (
     EcckptError,
     MemoryBudgetTooSmall,
@@ -187,7 +185,7 @@ class Restorer:
 
         tag = f"{self._tag}/{attempt}/order"
         known = 0 if attempt else (yield from self._known_timeline(prepare))
-        answer = yield from perform(Exchange(tag, str(known).encode(), decide, self._timeout_s))
+        answer = yield from perform(RankExchange(tag, str(known).encode(), decide, self._timeout_s))
         return unpack_message(Order, answer)
 
     def _known_timeline(self, prepare: Wanted | None) -> Routine[int]:
@@ -207,7 +205,7 @@ class Restorer:
             return [b"go" if go else b""] * len(payloads)
 
         tag = f"{self._tag}/{attempt}/verdict"
-        exchange = Exchange(tag, pack_message(outcome), decide, self._timeout_s)
+        exchange = RankExchange(tag, pack_message(outcome), decide, self._timeout_s)
         return (yield from perform(exchange)) == b"go"
 
     # -- every rank -------------------------------------------------------------------------------

@@ -22,13 +22,9 @@ from typing import Any
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.effects import (
-    Brought,
     Join,
-    MakeShard,
     Now,
     PingAgent,
-    ProveHome,
-    ReadShard,
     Report,
     Routine,
     Start,
@@ -41,6 +37,7 @@ from ecckpt.client.effects import (
 )
 from ecckpt.client.events import Message
 from ecckpt.client.restore.protocol import Order, Wanted, as_told, likely_home
+from ecckpt.client.state_effects import Brought, MakeShard, ProveHome, ReadShard
 from ecckpt.errors import AgentUnreachable, EcckptError, NotHeld, NotMapped
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import ShardId

@@ -31,7 +31,7 @@ from ecckpt.protocol.verbs import RETAIN, STORE
 _MISSES = 3  # answers in a row that an agent may miss before it is left out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disks:
     """What is asked of the disks: every nth committed save (0: none), kept how, on how many.
 
@@ -45,7 +45,7 @@ class Disks:
     least: int
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class _Round:
     """One generation on its way to disk: what each node answered last."""
 
@@ -183,7 +183,7 @@ class Archivist:
 
     def _store(self, generation: Generation) -> Routine[None]:
         now_s = yield from perform(Now())
-        going = _Round(generation, now_s, moved_s=now_s)
+        going = _Round(generation=generation, started_s=now_s, moved_s=now_s)
         while True:
             moved = yield from self._ask(going)
             if not going.unfinished(self._nodes) and not going.disks:

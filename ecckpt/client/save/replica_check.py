@@ -14,7 +14,6 @@ from typing import Literal
 from ecckpt.client import deadlines
 from ecckpt.client.effects import (
     Now,
-    ReplicaClaim,
     Report,
     Routine,
     StoreAgree,
@@ -25,6 +24,7 @@ from ecckpt.client.effects import (
     sleep,
 )
 from ecckpt.client.events import Message
+from ecckpt.client.state_effects import ReplicaClaim
 from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.format.ids import ShardId
 

@@ -19,11 +19,9 @@ from ecckpt.client.effects import (
     Mark,
     Moment,
     Now,
-    PlanState,
     Queue,
     Report,
     Routine,
-    Snapshot,
     TraceSpan,
     call_own,
     perform,
@@ -38,6 +36,7 @@ from ecckpt.client.save.slot_reserver import SlotReserver, while_alive
 from ecckpt.client.save.staging import Deadline, copy_into_slot, start_protecting
 from ecckpt.client.save.ticket import Ticket
 from ecckpt.client.save.traces import send_spans
+from ecckpt.client.state_effects import PlanState, Snapshot
 from ecckpt.errors import (
     EcckptError,
     InvalidConfig,

@@ -18,19 +18,18 @@ from collections.abc import Callable
 from ecckpt.client import deadlines
 from ecckpt.client.effects import (
     Lane,
-    MapSlot,
     Now,
     PingAgent,
     Queue,
     Report,
     ReviveAgent,
     Routine,
-    SlotExists,
     call_own,
     perform,
     until,
 )
 from ecckpt.client.events import Message
+from ecckpt.client.state_effects import MapSlot, SlotExists
 from ecckpt.errors import AgentUnreachable, EcckptError
 from ecckpt.protocol.messages.save import Reserve, Slot
 from ecckpt.protocol.verbs import RESERVE

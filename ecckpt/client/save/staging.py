@@ -6,15 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import (
-    CopyState,
-    Now,
-    Routine,
-    Snapshot,
-    call_own,
-    perform,
-    traced,
-)
+from ecckpt.client.effects import Now, Routine, call_own, perform, traced
+from ecckpt.client.state_effects import CopyState, Snapshot
 from ecckpt.errors import SaveFailed, SaveTimedOut
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import ShardId

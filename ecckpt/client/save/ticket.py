@@ -11,20 +11,11 @@ import logging
 from dataclasses import dataclass, replace
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import (
-    Mark,
-    Now,
-    Report,
-    Routine,
-    Snapshot,
-    call_all,
-    call_own,
-    perform,
-    traced,
-)
+from ecckpt.client.effects import Mark, Now, Report, Routine, call_all, call_own, perform, traced
 from ecckpt.client.events import Message
 from ecckpt.client.save.staging import Deadline, await_protected, copy_into_slot
 from ecckpt.client.save.traces import send_spans
+from ecckpt.client.state_effects import Snapshot
 from ecckpt.errors import EcckptError
 from ecckpt.format.fragment_file import Header, block_bytes_for, fragment_bytes_for
 from ecckpt.format.ids import ShardId

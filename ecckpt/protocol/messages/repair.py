@@ -19,7 +19,7 @@ class Member:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
     """Watch the home copies of a run on this node, and make fragments again that holders lose.
 
@@ -61,7 +61,7 @@ class Presence:
     coming: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
     """Fetch the shard if no home copy is here, then have the targets hold their fragments of it.
 

@@ -54,7 +54,7 @@ class Sources:
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
     """Bring the shard into a region on this node, from the sources that are left."""
 

@@ -8,7 +8,7 @@ from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import Generation, ShardId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
     """A rank wants a slot for its next shard, which may be as large as ``header`` says.
 
@@ -25,7 +25,7 @@ class Reserve:
     discard: tuple[Generation, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """A reserved region: map ``path`` and put the shard at ``payload_offset``.
 
@@ -59,7 +59,7 @@ class Target:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Protect:
     """Encode the staged shard (or take the sealed home copy) and have the targets hold it.
 
@@ -86,7 +86,7 @@ class Watch:
     wait_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a shard is.
 
@@ -101,7 +101,7 @@ class Progress:
     protected_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
     """Hold this fragment: pull it from ``source`` and verify it against ``table``.
 
@@ -118,7 +118,7 @@ class Hold:
     repair: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
     """This data fragment is being encoded; the receiver may pull it from ``source`` already.
 

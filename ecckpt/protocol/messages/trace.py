@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ecckpt.format.ids import ShardId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One phase of a save or restore: when it began by the node's clock, and how long it took.
 

@@ -47,10 +47,11 @@ from ecckpt.agent.runtime.shard_bytes import (
     sums_of,
 )
 from ecckpt.agent.storage.disk import DiskFile
-from ecckpt.errors import EcckptError, NotHeld
+from ecckpt.errors import EcckptError, NotHeld, RequestRefused
 from ecckpt.format.block_ranges import span_of, spans
 from ecckpt.protocol.messages.save import Watch
 from ecckpt.sim.hosts.disk_hand import Hand
+from ecckpt.sim.hosts.memory import WitnessedRegionStore
 from ecckpt.sim.hosts.network import Answer, answering
 from ecckpt.sim.hosts.pulling import Puller
 from ecckpt.sim.world import Actor, Steps
@@ -74,7 +75,7 @@ class SimulatedAgent(Actor):
         self.host = host
         self.node = host.node
         self._puller = Puller(host.node, self.world, host.cluster.network, host.cluster.hosts)
-        self.memory = host.memory
+        self.region_store = WitnessedRegionStore(host)
         self.core = Core(
             node=host.node,
             address=host.node,
@@ -82,9 +83,7 @@ class SimulatedAgent(Actor):
             disk=host.platter is not None,
             early_bytes=0,
         )
-        for action in self.memory.adopt(self.core.ledgers):
-            assert isinstance(action, Recycle | Discard)
-            self._settle(action)
+        self.region_store.adopt(self.core.ledgers)
         self.host.cluster.witness.adopted(host, self.core.ledgers)
         self.hand = Hand(self, host.platter) if host.platter is not None else None
         if self.hand is not None:
@@ -109,12 +108,18 @@ class SimulatedAgent(Actor):
         for action in actions:
             if isinstance(action, Reply | Refuse):
                 assert asker is not None
-                asker(action.message if isinstance(action, Reply) else action.error)
+                asker(action.message if isinstance(action, Reply) else self._refusal(action.error))
                 asker = None
             elif not isinstance(action, Small):
                 self._perform(action, asker)
         if self._watching:
             self._news()
+
+    def _refusal(self, error: Exception) -> Exception:
+        """As it arrives over HTTP."""
+        if isinstance(error, EcckptError):
+            return error
+        return RequestRefused(self.node, 500, str(error))
 
     def _settle(self, action: Small) -> None:
         match action:
@@ -122,12 +127,11 @@ class SimulatedAgent(Actor):
                 seal(entry)
                 self.host.cluster.witness.sealed(self.host, entry)
             case Recycle() | Discard():
-                self.host.cluster.witness.going(self.host, action)
-                self.memory.let_go(action)
+                self.region_store.let_go(action)
             case MarkAssigned(region):
-                self.memory.assigned.add(region.name)
+                self.region_store.tier.assign(region)
             case Borrow():
-                self.memory.borrow(action)
+                self.region_store.borrow(action)
             case Wake(at_s, task):
                 self._later(max(0.0, at_s - self.world.now_s), Due(task), None)
 
@@ -158,16 +162,18 @@ class SimulatedAgent(Actor):
 
     def _allocate(self, action: Allocate, asker: Answer | None) -> None:
         try:
-            region = self.memory.allocate(action, self.host.cluster.budget_bytes)
+            region = self.region_store.allocate(action)
         except EcckptError as error:
             self.tell(Failed(action, error), asker)
             return
-        self.host.cluster.witness.allocated(self.host, action)
         self.tell(Finished(action, region), asker)
 
     def _remember(self, action: Remember, asker: Answer | None) -> None:
-        notes = self.core.ledgers.of(action.run).notes
-        self.memory.notes[action.run] = notes
+        try:
+            notes = self.region_store.remember(action.run, self.core.ledgers.of(action.run).notes)
+        except OSError as error:
+            self.tell(Failed(action, error), asker)
+            return
         self.host.cluster.witness.remembered(self.host, action.run, notes)
         self.tell(Finished(action, notes), asker)
 

@@ -9,7 +9,7 @@ from ecckpt.agent.core.actions import Allocate, Begun, Discard, Event, Recycle
 from ecckpt.policy.survival import UNREADABLE_DISK
 from ecckpt.protocol.messages.disk import Store
 from ecckpt.sim.hosts.agent import SimulatedAgent
-from ecckpt.sim.hosts.memory import Memory
+from ecckpt.sim.hosts.memory import SimulatedTmpfs
 from ecckpt.sim.hosts.network import Answer, SimulatedNetwork
 from ecckpt.sim.hosts.platter import Platter
 from ecckpt.sim.world import Wait, World
@@ -69,7 +69,7 @@ class SimulatedHost:
     def __init__(self, node: str, domain: str, cluster: SimulatedCluster) -> None:
         self.node, self.domain = node, domain
         self.cluster = cluster
-        self.memory = Memory(node)
+        self.memory = SimulatedTmpfs(cluster.world.rng)
         self.platter = self._new_platter()
         self.agent: SimulatedAgent | None = None
         self.on = True
@@ -93,7 +93,7 @@ class SimulatedHost:
         self.kill_agent()
         self.on = False
         self.cluster.witness.lost(self, disk=disk)
-        self.memory = Memory(self.node)
+        self.memory = SimulatedTmpfs(self.cluster.world.rng)
         if disk:
             self.platter = self._new_platter()
         elif self.platter is not None:
@@ -108,7 +108,7 @@ class SimulatedHost:
             rejected = self.agent.core.ledgers.rejected
             for name in [each for each in rejected if each != UNREADABLE_DISK]:
                 del rejected[name]
-                self.memory.files.pop(name, None)
+                self.memory.forget(name)
                 if self.platter is not None and name.startswith("disk/"):
                     self.platter.forget(name.removeprefix("disk/"))
 

@@ -1,109 +1,90 @@
-"""The memory of one host: regions of plain bytes, under the accounts of the memory tier."""
+"""The memory of one host that is made up, under the real memory tier and the real shelf."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
 
-from ecckpt.agent.core.actions import Action, Allocate, Borrow, Discard, Recycle
-from ecckpt.agent.core.run_record import Entry, RunNotes
-from ecckpt.agent.core.run_records import RunRecords
-from ecckpt.agent.storage.budget import Accounts
-from ecckpt.agent.storage.regions import Region, void
-from ecckpt.errors import CorruptFragment, EcckptError, TmpfsFull
-from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, parse_superblock, parse_table
+from ecckpt.agent.core.actions import Allocate, Discard, Recycle
+from ecckpt.agent.runtime.region_store import RegionStore
+from ecckpt.agent.storage.regions import Region
+from ecckpt.errors import TmpfsFull
+from ecckpt.sim.hosts.platter import Platter
 
-_PAGE_BYTES = 4096
+if TYPE_CHECKING:
+    from ecckpt.sim.hosts.host import SimulatedHost
 
 
-class Memory:
-    """What lies in a host's tmpfs. It outlives the agent, and goes with the host."""
+class SimulatedTmpfs(Platter):
+    """A ``Tmpfs``: what lies in a host's memory. It outlives the agent, and goes with the host.
 
-    def __init__(self, node: str) -> None:
-        self.node = node
+    ``files`` are the regions by path; each stays the same object for every process that maps it.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__(rng)
         self.files: dict[str, Region] = {}
-        self.assigned: set[str] = set()  # names of files that are marked
-        self.notes: dict[str, RunNotes] = {}
-        self.full = False
-        self.used_bytes: dict[str, int] = {}
-        self._made = 0
-        self._accounts: Accounts[Region] = Accounts(node)
+        self.runs: dict[str, str] = {}  # path of a region -> the run that it was made for
+        self.uses: Iterator[int] = itertools.count(1)
+        self._assigned: set[Path] = set()
+        self._made = itertools.count(1)
 
-    def allocate(self, action: Allocate, default_bytes: int) -> Region:
-        """A region, as the memory tier gives it."""
-        run = action.run
-        size_bytes = _whole_pages(action.size_bytes)
-        region = self._accounts.take(run, size_bytes)
-        if region is not None:
-            return region
-        budget_bytes = action.budget_bytes or default_bytes
-        freed = self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=action.what)
-        for each in freed:
-            self._remove(run, each)
+    def create(self, folder: Path, size_bytes: int) -> Region:
+        """Its name tells when it was made: names in order are adopted in that order."""
         if self.full:
-            self._accounts.release(run, size_bytes)
-            raise TmpfsFull(self.node, need_bytes=size_bytes, free_bytes=0)
-        self._made += 1
-        name = f"{self._made}"
-        region = Region(Path(name), size_bytes, memoryview(bytearray(size_bytes)))
-        self.files[name] = region
-        self.used_bytes[run] = self.used_bytes.get(run, 0) + size_bytes
+            raise TmpfsFull(str(folder), need_bytes=size_bytes, free_bytes=0)
+        path = folder / f"{next(self._made):08}.region"
+        view = self.put(path, bytearray(size_bytes))
+        self.files[str(path)] = region = Region(path=path, size_bytes=size_bytes, view=view)
         return region
 
-    def borrow(self, action: Borrow) -> None:
-        """A region that is spare, as the memory tier gives it."""
-        header = action.taking.message.header
-        size_bytes = _whole_pages(header.file_bytes)
-        action.taking.region = self._accounts.take(header.shard.run, size_bytes)
+    def map(self, path: Path) -> Region:
+        """The same region."""
+        region = self.files[str(path)]
+        region.assigned = path in self._assigned
+        return region
+
+    def mark_assigned(self, region: Region) -> None:
+        """By its path."""
+        self._assigned.add(region.path)
+        region.assigned = True
+
+    def let_go(self) -> None:
+        """No region is referred to from here."""
+
+    def remove(self, path: Path) -> None:
+        """A process that has it mapped keeps it."""
+        super().remove(path)
+        self.files.pop(str(path), None)
+
+    def named(self, name: str) -> Region | None:
+        """The region of that name, if it is there."""
+        return next((each for each in self.files.values() if each.name == name), None)
+
+    def used_bytes(self, run: str) -> int:
+        """Bytes that lie there of a run, independent of what its agent counts."""
+        there = (each for path, each in self.files.items() if self.runs.get(path) == run)
+        return sum(each.size_bytes for each in there)
+
+
+class WitnessedRegionStore(RegionStore):
+    """The region store of a simulated agent: the witness sees what it allocates and gives up."""
+
+    def __init__(self, host: SimulatedHost) -> None:
+        super().__init__(Path(host.node), node=host.node, files=host.memory)
+        self._host = host
+
+    def allocate(self, action: Allocate) -> Region:
+        """As the region store does, for a run."""
+        region = super().allocate(action)
+        self._host.memory.runs[str(region.path)] = action.run
+        self._host.cluster.witness.allocated(self._host, action)
+        return region
 
     def let_go(self, action: Recycle | Discard) -> None:
-        """Keep a region for the next taker, or forget it; whoever has it mapped keeps it."""
-        if isinstance(action, Recycle):
-            void(action.region)
-            self._accounts.keep(action.run, action.region)
-        else:
-            self._accounts.release(action.run, action.region.size_bytes)
-            self._remove(action.run, action.region)
-
-    def adopt(self, ledgers: RunRecords) -> list[Action]:
-        """Enter what an earlier agent left, as the shelf does; returns what follows."""
-        actions: list[Action] = []
-        self._accounts = Accounts(self.node)
-        self.used_bytes.clear()
-        for run, notes in self.notes.items():
-            ledger = ledgers.of(run)
-            ledger.believe(notes)
-            ledger.noted = notes
-        for name, region in list(self.files.items()):
-            try:
-                entry = self._read(name, region)
-            except EcckptError as error:
-                ledgers.rejected[name] = str(error)
-                continue
-            if entry is None:
-                del self.files[name]
-                continue
-            run = entry.header.shard.run
-            self._accounts.adopt(run, region)
-            self.used_bytes[run] = self.used_bytes.get(run, 0) + region.size_bytes
-            region.assigned = name in self.assigned
-            actions += ledgers.adopt(entry)
-        return actions
-
-    def _read(self, name: str, region: Region) -> Entry | None:
-        header = parse_superblock(region.view[:SUPERBLOCK_BYTES], name)
-        if header is None:
-            if any(region.view[:SUPERBLOCK_BYTES]):
-                raise CorruptFragment(f"{name}: begins like no file of ours")
-            return None
-        start, size_bytes = header.trailer_offset, header.trailer_bytes
-        return Entry(
-            header, region, parse_table(region.view[start : start + size_bytes], header, name)
-        )
-
-    def _remove(self, run: str, region: Region) -> None:
-        if self.files.pop(region.name, None) is not None:
-            self.used_bytes[run] -= region.size_bytes
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        """As the region store does, after the witness has looked."""
+        self._host.cluster.witness.going(self._host, action)
+        super().let_go(action)

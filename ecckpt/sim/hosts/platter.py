@@ -167,6 +167,11 @@ class Platter:
         names = ((path.name, inode) for path, inode in self._names.items())
         return sum(len(inode.data) for name, inode in names if name.startswith(f"{run}@"))
 
+    def put(self, path: Path, data: bytearray) -> memoryview:
+        """A file that is there at once; what is written to the view is written to it."""
+        self._names[path] = Inode(data)
+        return memoryview(data)
+
     def mend(self) -> None:
         """It is well again; what is on it stays as it is."""
         self.full = self.sick = False
@@ -175,7 +180,7 @@ class Platter:
     def forget(self, name: str) -> None:
         """A person removes files of that name."""
         for path in [each for each in self._names if each.name == name]:
-            del self._names[path]
+            self.remove(path)
             self._flushed.pop(path, None)
 
     def lose_power(self) -> None:

@@ -39,7 +39,7 @@ _PULL_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Puller:
-    """Pulls for whoever runs on ``node``; ``hosts`` are all, by node."""
+    """Pulls for an agent or a trainer on ``node``; ``hosts`` are all hosts, by node."""
 
     node: str
     world: World

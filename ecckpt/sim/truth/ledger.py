@@ -144,7 +144,7 @@ class Truth:
 
     def allocated(self, host: SimulatedHost, action: Allocate) -> None:
         """A region was given to a task: what the run occupies is within its budget."""
-        used_bytes = host.memory.used_bytes[action.run]
+        used_bytes = host.memory.used_bytes(action.run)
         budget_bytes = host.cluster.budget_bytes
         if used_bytes > budget_bytes:
             raise Violation("budget", f"{host.node}: {used_bytes} of {budget_bytes} bytes")
@@ -186,7 +186,13 @@ class Truth:
 
     def rot(self, rng: Random, hosts: Mapping[str, SimulatedHost]) -> None:
         """Flip a bit of some complete file."""
-        self._pieces.rot(rng, lambda piece: hosts[piece.node].memory.files[piece.name].view)
+
+        def view(piece: TruthPiece) -> memoryview:
+            region = hosts[piece.node].memory.named(piece.name)
+            assert region is not None
+            return region.view
+
+        self._pieces.rot(rng, view)
 
     def rot_disk(self, rng: Random, hosts: Mapping[str, SimulatedHost]) -> None:
         """Flip a bit of some file on a disk."""
@@ -203,7 +209,7 @@ class Truth:
     def writes(self, host: SimulatedHost, region: Region) -> None:
         """A rank writes into a slot that it was given, perhaps long ago."""
         piece = self._pieces.find(host.node, region.name)
-        if piece is not None and host.memory.files.get(region.name) is region:
+        if piece is not None and host.memory.named(region.name) is region:
             raise Violation("bytes", f"{host.node}: a slot is written that is {piece.header.shard}")
 
     def saved(self, shard: ShardId, data: bytes, ranks: int) -> None:

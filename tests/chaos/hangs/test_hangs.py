@@ -72,7 +72,13 @@ def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
         }
         sources = tuple(Sources(index, (address[held[index]],)) for index in sorted(held))
         header = next(iter(cluster.client("n5").call(INVENTORY, "test").headers))
-        message = Fetch(replace(header.at(HOME), home="n5"), 1, sources, 0, 5.0)
+        message = Fetch(
+            header=replace(header.at(HOME), home="n5"),
+            writer=1,
+            sources=sources,
+            memory_bytes=0,
+            timeout_s=5.0,
+        )
         with stopped(cluster.pid(held[0])):
             fetched = cluster.client("n5").call(FETCH, message)
         with Path(fetched.slot.path).open("rb") as file:
@@ -136,7 +142,12 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
             sources = [Sources(index, (address[held[index]],)) for index in sorted(held)]
             sources[1] = Sources(1, (slow.address,))
             header = replace(next(iter(headers["n5"])).at(HOME), home="n5")
-            fetched = cluster.client("n5").call(FETCH, Fetch(header, 1, tuple(sources), 0, 20.0))
+            fetched = cluster.client("n5").call(
+                FETCH,
+                Fetch(
+                    header=header, writer=1, sources=tuple(sources), memory_bytes=0, timeout_s=20.0
+                ),
+            )
         with Path(fetched.slot.path).open("rb") as file:
             file.seek(fetched.slot.payload_offset)
             assert file.read(len(shard)) == shard
@@ -165,7 +176,12 @@ def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
                 Sources(2, (other.address,)),
             )
             header = replace(next(iter(headers["n5"])).at(HOME), home="n5")
-            fetched = cluster.client("n5").call(FETCH, Fetch(header, 1, tuple(sources), 0, 20.0))
+            fetched = cluster.client("n5").call(
+                FETCH,
+                Fetch(
+                    header=header, writer=1, sources=tuple(sources), memory_bytes=0, timeout_s=20.0
+                ),
+            )
         assert not any("left behind" in problem for problem in fetched.problems)
         assert fetched.rebuilt_fragments == 1
 

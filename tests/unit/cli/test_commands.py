@@ -157,12 +157,25 @@ def _save(client, run_name, gen, *, world_size):
         *(shard, world_size, HOME, 1, 0, 5000, fragment_bytes_for(5000, 1), BLOCK_BYTES),
         *("n0", None, 0),
     )
-    slot = client.call(RESERVE, Reserve(home, 0, 1, 0, ()))
+    slot = client.call(
+        RESERVE, Reserve(header=home, memory_bytes=0, local_ranks=1, holders=0, discard=())
+    )
     with Path(slot.path).open("r+b") as file:
         file.seek(slot.payload_offset)
         file.write(os.urandom(5000))
     client.call(STAGE, Stage(home, slot.region))
-    client.call(PROTECT, Protect(shard, 1, (), 0, 0, 10.0, ()))
+    client.call(
+        PROTECT,
+        Protect(
+            shard=shard,
+            writer=1,
+            targets=(),
+            min_fragments=0,
+            memory_bytes=0,
+            timeout_s=10.0,
+            discard=(),
+        ),
+    )
     state = "encoding"
     while state not in ("protected", "failed"):
         state = client.call(WATCH, Watch(shard, state, 5.0)).state

@@ -24,7 +24,14 @@ def regions(count):
         for number in range(count):
             (folder / f"{number}.region").write_bytes(bytes([number]) * HEADER.file_bytes)
         yield [
-            Slot(str(path), path.stem, 1, HEADER.file_bytes, SUPERBLOCK_BYTES, HEADER)
+            Slot(
+                path=str(path),
+                region=path.stem,
+                use=1,
+                file_bytes=HEADER.file_bytes,
+                payload_offset=SUPERBLOCK_BYTES,
+                header=HEADER,
+            )
             for path in sorted(folder.iterdir())
         ]
     finally:

@@ -22,19 +22,17 @@ from ecckpt.client.effects import (
     CallAgent,
     CallAgents,
     Effect,
-    Exchange,
     FinishHandle,
     Join,
     Lane,
-    LoadState,
     Mark,
     Now,
     PingAgent,
     Queue,
+    RankExchange,
     Report,
     ReviveAgent,
     Routine,
-    SlotExists,
     Start,
     StoreAdd,
     StoreAgree,
@@ -52,7 +50,8 @@ from ecckpt.client.effects import (
 from ecckpt.client.events import Message, SaveCommitted, SaveFailure
 from ecckpt.client.handles import SaveHandle
 from ecckpt.client.slot_mappings import Slots
-from ecckpt.client.state_effects import StateEffects
+from ecckpt.client.state_effects import LoadState, SlotExists
+from ecckpt.client.state_performer import StatePerformer
 from ecckpt.client.threads import ThreadPerformer
 from ecckpt.errors import AgentUnreachable, EcckptError, Fenced, SaveFailed
 from ecckpt.protocol.messages.save import Slot
@@ -123,7 +122,17 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 
 def test_results_reach_the_routine(performer, nodes, tmp_path):
-    run, slot = performer.run, Slot(str(tmp_path / "slot"), "r", 1, 1, 1, header())
+    run, slot = (
+        performer.run,
+        Slot(
+            path=str(tmp_path / "slot"),
+            region="r",
+            use=1,
+            file_bytes=1,
+            payload_offset=1,
+            header=header(),
+        ),
+    )
     assert run(one(CallAgent(COMMIT, 5, effects.OWN, 3.0))) == ("own", COMMIT, 5, 3.0)
     assert run(one(CallAgent(COMMIT, 5, "n1", 2.0))) == ("n1", COMMIT, 5, 2.0)
     assert run(one(PingAgent(0.1))) is None
@@ -154,11 +163,11 @@ def test_effects_of_the_store(performer):
         count = yield from perform(StoreAdd("decisions", 1))
         return [payloads[0] + bytes([count])]
 
-    assert run(one(Exchange("tag", b"p", decide, 1.0))) == b"p\x01"
+    assert run(one(RankExchange("tag", b"p", decide, 1.0))) == b"p\x01"
 
 
 def test_every_effect_has_a_performer(performer, nodes):
-    table = StateEffects(nodes, Slots()).table  # type: ignore[arg-type]
+    table = StatePerformer(nodes, Slots()).table  # type: ignore[arg-type]
     both = {kind.__name__ for kind in performer._perform.keys() | table.keys()}
     assert both == {kind.__name__ for kind in Effect.__subclasses__()}
 

@@ -38,7 +38,10 @@ def test_spans_are_taken_once_and_bounded():
 
 
 def test_a_trace_has_nodes_as_processes_and_ranks_as_threads():
-    spans = Span("copy", SHARD, -1, 100.5, 0.25), Span("pull", SHARD, 2, 101.0, 0.5)
+    spans = (
+        Span(name="copy", shard=SHARD, index=-1, began_unix_s=100.5, seconds=0.25),
+        Span(name="pull", shard=SHARD, index=2, began_unix_s=101.0, seconds=0.5),
+    )
     document = chrome_trace([Trace("b", (), spans[1:]), Trace("a", spans[:1], ())])
     events = document["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}

@@ -16,6 +16,7 @@ from ecckpt.agent.core.actions import Action, Recycle, Taking
 from ecckpt.agent.runtime import disk_store as agent_disk
 from ecckpt.agent.storage import budget as accounts
 from ecckpt.agent.storage import disk as tiers_disk
+from ecckpt.agent.storage import memory_tier
 from ecckpt.client.effects import Join, StoreDrop, call_own
 from ecckpt.client.restore import coordinator
 from ecckpt.client.restore import protocol as ordering
@@ -327,6 +328,12 @@ def _overlooks_files_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers_disk.DiskTier, "found", lambda self: iter(list(found(self))[1:]))
 
 
+def _overlooks_files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what an earlier agent left in memory, one region is not entered."""
+    found = memory_tier.MemoryTier.found
+    monkeypatch.setattr(memory_tier.MemoryTier, "found", lambda self: iter(list(found(self))[1:]))
+
+
 def _says_too_early_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archiving, "ranks_short", lambda *_, **__: ())
 
@@ -429,6 +436,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_does_not_flush_names, "torn", NONE, 4),
     (_writes_to_disk_what_has_rotted, "torn", ROT, 6),
     (_overlooks_files_on_disk, "adoption", POWER, 4),
+    (_overlooks_files_in_memory, "adoption", RESTARTS_OF_ALL, 0),
     (_says_too_early_what_is_stored, "stored", DISKS, 4),
     (_removes_from_disk_what_is_newest, "retention", DISKS, 4),
     (_spends_what_it_likes_on_disk, "budget", NONE, 27),

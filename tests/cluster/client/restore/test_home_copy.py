@@ -110,7 +110,9 @@ def _give_up(cluster: LocalCluster, *, shard_bytes: int) -> Slot:
         fragment_bytes=fragment_bytes_for(shard_bytes, header.k),
     )
     discard = (header.shard.generation,)
-    return cluster.client("n0").call(RESERVE, Reserve(wish, 0, 1, 5, discard))
+    return cluster.client("n0").call(
+        RESERVE, Reserve(header=wish, memory_bytes=0, local_ranks=1, holders=5, discard=discard)
+    )
 
 
 def _fetch(cluster: LocalCluster, header: Header) -> Slot:
@@ -122,7 +124,20 @@ def _fetch(cluster: LocalCluster, header: Header) -> Slot:
     placement = plan_placement(nodes, parse_code((3, 2), len(nodes)))
     way = way_home(shard, "n0", placement, address)
     assert way.header == header
-    return cluster.client("n0").call(FETCH, Fetch(header, 1, as_told(way.sources), 0, 30.0)).slot
+    return (
+        cluster.client("n0")
+        .call(
+            FETCH,
+            Fetch(
+                header=header,
+                writer=1,
+                sources=as_told(way.sources),
+                memory_bytes=0,
+                timeout_s=30.0,
+            ),
+        )
+        .slot
+    )
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -12,8 +12,9 @@ import ecckpt
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.requests import Requests
 from ecckpt.client.config import ClusterConfig
-from ecckpt.client.effects import CallAgents, CopyState, TakeSpans
+from ecckpt.client.effects import CallAgents, TakeSpans
 from ecckpt.client.save.ticket import Ticket
+from ecckpt.client.state_effects import CopyState
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
 from ecckpt.policy.retention import Keep
 from ecckpt.protocol.messages.save import Commit, Progress, Slot
@@ -67,7 +68,12 @@ class Holder(Performer):
         super().__init__()
         self.ticket = ticket_of()
         self.answers[RESERVE] = lambda effect: Slot(
-            "path", "region", 1, 1 << 20, 4096, effect.message.header
+            path="path",
+            region="region",
+            use=1,
+            file_bytes=1 << 20,
+            payload_offset=4096,
+            header=effect.message.header,
         )
 
     def verbs(self) -> list[str]:
@@ -99,8 +105,10 @@ def test_staging_raises_what_the_agent_answers(verb):
 def test_protecting_waits_for_the_redundancy_and_leaves_its_spans():
     holder = Holder()
     states = iter(["scattering", "protected"])
-    holder.answers[WATCH] = lambda effect: Progress(next(states), 3, (), 0.1, 0.2)
-    span = Span("copy", holder.ticket.shard, -1, 0.0, 1.0)
+    holder.answers[WATCH] = lambda effect: Progress(
+        state=next(states), held=3, problems=(), encode_s=0.1, protected_s=0.2
+    )
+    span = Span(name="copy", shard=holder.ticket.shard, index=-1, began_unix_s=0.0, seconds=1.0)
     holder.on[TakeSpans] = lambda effect: (span,)
     assert holder.run(holder.ticket.protect()).held == 3
     assert [each.message.known_state for each in holder.calls(WATCH)] == ["encoding", "scattering"]
@@ -113,11 +121,15 @@ def test_protecting_waits_for_the_redundancy_and_leaves_its_spans():
 
 def test_what_cannot_be_protected_is_a_failed_save_and_what_takes_too_long_a_late_one():
     holder = Holder()
-    holder.answers[WATCH] = Progress("failed", 0, ("n1: no room",), 0.0, 0.0)
+    holder.answers[WATCH] = Progress(
+        state="failed", held=0, problems=("n1: no room",), encode_s=0.0, protected_s=0.0
+    )
     with pytest.raises(SaveFailed, match="not protected: n1: no room"):
         holder.run(holder.ticket.protect())
     holder.gates[WATCH] = lambda effect: False
-    holder.answers[WATCH] = Progress("encoding", 0, (), 0.0, 0.0)
+    holder.answers[WATCH] = Progress(
+        state="encoding", held=0, problems=(), encode_s=0.0, protected_s=0.0
+    )
     began_s = holder.now_s
     with pytest.raises(SaveTimedOut, match="still encoding at its deadline"):
         holder.run(holder.ticket.protect())

@@ -111,7 +111,9 @@ def test_one_file_after_another_and_told_on_asking_again(hands):
 
 def test_fragments_come_before_home_copies(hands):
     home = header(HOME, gen=NEW, rank=3)
-    hands.core.ledgers.enter(Entry(home, hands.region(home.file_bytes), table_of(home)))
+    hands.core.ledgers.enter(
+        Entry(header=home, region=hands.region(home.file_bytes), table=table_of(home))
+    )
     hold_two(hands)
     store(hands)
     assert [written(hands).header.index for _ in range(3)] == [2, 3, HOME]

@@ -378,7 +378,18 @@ def test_what_makes_no_sense_is_not_held(hands):
         hands.tell(hold(HOME))
     message = hold()
     with pytest.raises(CorruptFragment):
-        hands.tell(Hold(message.header, 1, message.table[:-1], "n0:1", 0, 1.0, (), False))
+        hands.tell(
+            Hold(
+                header=message.header,
+                writer=1,
+                table=message.table[:-1],
+                source="n0:1",
+                memory_bytes=0,
+                timeout_s=1.0,
+                discard=(),
+                repair=False,
+            )
+        )
     assert not hands.todo
 
 
@@ -393,7 +404,9 @@ def test_a_fragment_may_take_the_place_of_what_its_rank_gave_up(hands):
 
 
 def fetch(writer=1):
-    return Fetch(header(gen=NEW), writer, (), BUDGET, 30.0)
+    return Fetch(
+        header=header(gen=NEW), writer=writer, sources=(), memory_bytes=BUDGET, timeout_s=30.0
+    )
 
 
 def test_a_fetched_shard_is_a_sealed_home_copy(hands):

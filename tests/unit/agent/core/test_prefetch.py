@@ -26,7 +26,11 @@ def hands():
 
 def prefetch(index=2, *, writer=1, discard=(), timeout_s=60.0, **fields):
     return Prefetch(
-        header(index, **LARGE | {"gen": NEW} | fields), writer, "n0:1", timeout_s, discard
+        header=header(index, **LARGE | {"gen": NEW} | fields),
+        writer=writer,
+        source="n0:1",
+        timeout_s=timeout_s,
+        discard=discard,
     )
 
 

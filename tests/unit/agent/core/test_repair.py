@@ -22,7 +22,15 @@ DEAD = None
 def guard(spares=0, *, writer=1, memory_bytes=BUDGET, holders=5):
     names = [f"h{at}" for at in range(5)] + [f"s{at}" for at in range(spares)]
     members = tuple(Member(name, name, f"{name}:1") for name in names)
-    return Guard("test", writer, members, holders, 1, memory_bytes, 60.0)
+    return Guard(
+        run="test",
+        writer=writer,
+        members=members,
+        holders=holders,
+        local_ranks=1,
+        memory_bytes=memory_bytes,
+        timeout_s=60.0,
+    )
 
 
 class Group:
@@ -261,7 +269,17 @@ def test_one_shard_after_another():
     hands = group.hands
     stage(hands, rank=1)
     shard = header(gen=NEW, rank=1).shard
-    hands.tell(Protect(shard, 1, protect().targets, 3, BUDGET, 60.0, ()))
+    hands.tell(
+        Protect(
+            shard=shard,
+            writer=1,
+            targets=protect().targets,
+            min_fragments=3,
+            memory_bytes=BUDGET,
+            timeout_s=60.0,
+            discard=(),
+        )
+    )
     hands.answers.clear()
     hands.end(act.Allocate)
     hands.end(act.Encode, table_of(header()))
@@ -406,7 +424,9 @@ def test_what_the_run_went_back_to_is_guarded_too():
     group = Group()
     older = generation(1, 5)
     group.hands.ask(Fence("test", 2, older, ()))
-    group.hands.tell(Fetch(header(gen=older), 2, (), BUDGET, 60.0))
+    group.hands.tell(
+        Fetch(header=header(gen=older), writer=2, sources=(), memory_bytes=BUDGET, timeout_s=60.0)
+    )
     group.hands.end(act.Allocate)
     group.hands.end(act.Allocate)
     group.hands.end(act.Gather, act.Gathered(table_of(header()), 0, 0, ()))
@@ -464,7 +484,17 @@ def test_more_holders_than_members_are_refused():
 
 def test_a_single_node_has_nothing_to_watch():
     group = Group()
-    group.hands.ask(Guard("test", 1, (), 0, 1, BUDGET, 60.0))
+    group.hands.ask(
+        Guard(
+            run="test",
+            writer=1,
+            members=(),
+            holders=0,
+            local_ranks=1,
+            memory_bytes=BUDGET,
+            timeout_s=60.0,
+        )
+    )
     group.round(2)
     assert (group.asked, group.now.margin, group.now.missing) == ([], 0, 0)
 

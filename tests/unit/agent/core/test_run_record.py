@@ -19,14 +19,14 @@ STEPS = [8, 9, 10, 99, 100, 999_999, 1_000_000, 10_000_000]
 
 def enter(ledger, gen, *, rank=0, index=HOME, sealed=True):
     shard = header(index, rank=rank, gen=gen, run=ledger.run)
-    region = Region(Path("nowhere"), 0, memoryview(b""))
-    entry = Entry(shard, region, table_of(shard) if sealed else None)
+    region = Region(path=Path("nowhere"), size_bytes=0, view=memoryview(b""))
+    entry = Entry(header=shard, region=region, table=table_of(shard) if sealed else None)
     ledger.entries[entry.key] = entry
     return entry
 
 
 def ledger_with(*gens, **state):
-    ledger = RunRecord("test", **state)
+    ledger = RunRecord(run="test", **state)
     for gen in gens:
         for index in (HOME, 2):
             enter(ledger, gen, index=index)
@@ -106,7 +106,7 @@ def test_whatever_the_order_of_commits_the_newest_committed_stays(order):
 
 def test_a_rank_gives_up_its_own_shards_only():
     gen = generation(1, 9)
-    ledger = RunRecord("test")
+    ledger = RunRecord(run="test")
     mine, copy = enter(ledger, gen, rank=3), enter(ledger, gen, rank=3, index=1)
     enter(ledger, gen, rank=4)
     enter(ledger, generation(1, 10), rank=3)
@@ -119,7 +119,7 @@ def test_giving_up_in_another_session_touches_nothing():
 
 
 def test_slots_that_nobody_sealed_or_works_on_are_unfinished():
-    ledger = RunRecord("test")
+    ledger = RunRecord(run="test")
     sealed = enter(ledger, generation(1, 8), rank=0)
     gone = enter(ledger, generation(1, 9), rank=0, sealed=False)
     other = enter(ledger, generation(1, 9), rank=1, sealed=False)
@@ -136,7 +136,7 @@ def test_slots_that_nobody_sealed_or_works_on_are_unfinished():
 
 
 def test_an_older_writer_is_fenced_off_with_both_numbers():
-    ledger = RunRecord("test", fence=3)
+    ledger = RunRecord(run="test", fence=3)
     with pytest.raises(Fenced, match="timeline 2 is fenced off: timeline 3") as caught:
         ledger.admit(2)
     assert (caught.value.timeline, caught.value.current) == (2, 3)
@@ -144,13 +144,13 @@ def test_an_older_writer_is_fenced_off_with_both_numbers():
 
 
 def test_the_first_writer_of_a_newer_timeline_is_news():
-    ledger = RunRecord("test", fence=3)
+    ledger = RunRecord(run="test", fence=3)
     assert [ledger.admit(writer) for writer in (3, 4, 4, 7)] == [False, True, False, True]
     assert ledger.fence == 7
 
 
 def test_of_two_starts_at_most_one_begins_a_timeline():
-    ledger = RunRecord("test", fence=3)
+    ledger = RunRecord(run="test", fence=3)
     assert ledger.begin_timeline(4, "one")
     assert not ledger.begin_timeline(4, "one")  # asked again
     with pytest.raises(Fenced, match="timeline 4 is fenced off: timeline 4"):

@@ -63,9 +63,9 @@ def room(agent, run, size_bytes, *, budget_bytes=BUDGET, task=None):
 
 def stage(agent, index=HOME, *, budget_bytes=BUDGET, **fields):
     shard = header(index, **{"gen": NEW} | fields)
-    task = Reserve(shard, budget_bytes, 1, 0, ())
+    task = Reserve(header=shard, memory_bytes=budget_bytes, local_ranks=1, holders=0, discard=())
     region = room(agent, shard.shard.run, shard.file_bytes, budget_bytes=budget_bytes, task=task)
-    entry = Entry(shard, region, None)
+    entry = Entry(header=shard, region=region, table=None)
     settle(agent, agent.core.ledgers.enter(entry))
     return entry
 

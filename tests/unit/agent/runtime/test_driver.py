@@ -39,7 +39,18 @@ def test_what_needs_a_thread_is_done_by_one_that_is_there(tmp_path, monkeypatch)
     monkeypatch.setattr(ThreadPoolExecutor, "_adjust_thread_count", no_thread)
     head = header(index=2)
     table = pack_table(table_of(head))
-    agent.hold(Hold(head, 1, table, "127.0.0.1:1", 0, 5.0, (), False))
+    agent.hold(
+        Hold(
+            header=head,
+            writer=1,
+            table=table,
+            source="127.0.0.1:1",
+            memory_bytes=0,
+            timeout_s=5.0,
+            discard=(),
+            repair=False,
+        )
+    )
     with agent._driver.changed:  # a region, a pull from nobody, and an answer to nobody
         assert agent._driver.changed.wait_for(
             lambda: not agent.core._holder.coming(head.shard), timeout=10

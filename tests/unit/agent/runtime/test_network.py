@@ -114,12 +114,27 @@ class Holding:
 
     def prefetch(self, step: int) -> None:
         head, *_ = self._home.shard(step)
-        self.client.call(PREFETCH, Prefetch(head, 1, self._address, 30.0, ()))
+        self.client.call(
+            PREFETCH,
+            Prefetch(header=head, writer=1, source=self._address, timeout_s=30.0, discard=()),
+        )
 
     def hold(self, step: int) -> None:
         """Have it hold a fragment; its bytes are what they should be."""
         head, data, table = self._home.shard(step)
-        self.client.call(HOLD, Hold(head, 1, table, self._address, 0, 30.0, (), False))
+        self.client.call(
+            HOLD,
+            Hold(
+                header=head,
+                writer=1,
+                table=table,
+                source=self._address,
+                memory_bytes=0,
+                timeout_s=30.0,
+                discard=(),
+                repair=False,
+            ),
+        )
         assert self._home.held.get(timeout=20).problem == ""
         found = bytearray(len(data))
         self.client.pull_fragment(head.shard, INDEX, memoryview(found), timeout_s=10)
@@ -163,13 +178,26 @@ def test_what_is_fetched_early_is_held_without_another_pull(cluster1: LocalClust
 def test_a_home_gives_nothing_early_that_is_not_being_encoded(cluster1: LocalCluster) -> None:
     client = cluster1.client("n0")
     head = header(run="early", gen=generation(1, 1), k=1, m=0)
-    slot = client.call(RESERVE, Reserve(head, 0, 1, 0, ()))
+    slot = client.call(
+        RESERVE, Reserve(header=head, memory_bytes=0, local_ranks=1, holders=0, discard=())
+    )
     client.call(STAGE, Stage(slot.header, slot.region))
     path = f"{shard_path(head.shard)}/fragments/0"
     for query in ("", "?early", "?last"):
         status, _ = client._exchange("GET", path + query)
         assert status == 404
-    client.call(PROTECT, Protect(head.shard, 1, (), 0, 0, 30.0, ()))
+    client.call(
+        PROTECT,
+        Protect(
+            shard=head.shard,
+            writer=1,
+            targets=(),
+            min_fragments=0,
+            memory_bytes=0,
+            timeout_s=30.0,
+            discard=(),
+        ),
+    )
     state = "encoding"
     while state not in ("protected", "failed"):
         state = client.call(WATCH, Watch(head.shard, state, 5.0)).state

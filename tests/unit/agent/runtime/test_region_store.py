@@ -13,7 +13,7 @@ import pytest
 
 from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
 from ecckpt.agent.runtime.service import AgentService
-from ecckpt.agent.storage.regions import whole_pages
+from ecckpt.agent.storage.regions import TmpfsFiles, whole_pages
 from ecckpt.coding.crc32c import crc32c
 from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.format.fragment_file import (
@@ -258,7 +258,7 @@ def test_a_fence_that_could_not_be_written_down_is_made_up_for(agent, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(TmpfsFiles, "draft", full)
         with pytest.raises(OSError, match="No space"):
             fence(agent, 2)
     with pytest.raises(Fenced):

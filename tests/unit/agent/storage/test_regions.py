@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecckpt.agent.storage.regions import MemoryTier, void
+from ecckpt.agent.storage.memory_tier import MemoryTier
+from ecckpt.agent.storage.regions import TmpfsFiles, void
 from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
@@ -150,7 +151,7 @@ def test_what_was_begun_when_the_room_ran_out_is_room_again(small_root, monkeypa
     tier = MemoryTier(small_root, node="n1")
     kept = take(tier, 10 * MIB)
     # As if somebody else had been quicker.
-    monkeypatch.setattr(MemoryTier, "_free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(TmpfsFiles, "room", lambda *_: (1 << 40, 1 << 40))
     with pytest.raises(TmpfsFull) as caught:
         take(tier, 8 * MIB)
     assert caught.value.__traceback__ is not None  # and with it all that was mapped
@@ -430,9 +431,9 @@ def test_no_memory_for_a_thread_costs_no_region(tier, monkeypatch):
     with monkeypatch.context() as short:
         short.setattr("threading.Thread.start", MagicMock(side_effect=RuntimeError))
         kept = take(tier, HUGE_PAGE_BYTES)
-    assert tier._huge_pages._thread is None
+    assert tier._files._huge_pages._thread is None
     assert take(tier, HUGE_PAGE_BYTES) is not kept
-    assert tier._huge_pages._thread.is_alive()
+    assert tier._files._huge_pages._thread.is_alive()
 
 
 def test_regions_that_began_without_are_on_huge_pages_before_long(tier, impatient, monkeypatch):

@@ -87,7 +87,11 @@ class Client(Performer):
 
 def run(peers, *gens, every=1, keep=None, least=3, ranks=2, **options):
     """Commit these generations, waiting for each; returns the client, closed."""
-    client = Client(peers, Disks(every, keep or Keep(), 7, ranks, least), **options)
+    client = Client(
+        peers,
+        Disks(every=every, keep=keep or Keep(), budget_bytes=7, ranks=ranks, least=least),
+        **options,
+    )
     for gen in gens:
         client.commit(gen)
         client.settle()
@@ -208,7 +212,9 @@ def test_what_cannot_be_had_now_neither_takes_a_place_nor_is_dropped():
 
 
 def test_saves_are_passed_over_while_the_disks_are_busy_and_the_newest_is_next():
-    client = Client(whole(), Disks(1, Keep(), 7, 2, 3), timeline=1)
+    client = Client(
+        whole(), Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3), timeline=1
+    )
     busy = [True]
     client.gates[STORE] = lambda effect: not busy
     gens = [generation(1, step) for step in (1, 2, 3, 4)]
@@ -223,7 +229,9 @@ def test_saves_are_passed_over_while_the_disks_are_busy_and_the_newest_is_next()
 
 
 def test_closing_waits_no_longer_than_it_is_told():
-    client = Client(whole(), Disks(1, Keep(), 7, 2, 3), timeline=1)
+    client = Client(
+        whole(), Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3), timeline=1
+    )
     client.peers["n1"].stuck = True
     client.commit(GEN)
     began_s = client.now_s
@@ -234,7 +242,7 @@ def test_closing_waits_no_longer_than_it_is_told():
 
 def test_agents_are_asked_more_often_once_the_client_closes():
     def rounds(*, closing):
-        client = Client(whole(), Disks(1, Keep(), 7, 2, 3))
+        client = Client(whole(), Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3))
         client.peers["n1"].stuck = True
         client.commit(GEN)
         drive([client], lambda: client.now_s > client.began_s + 20)
@@ -251,7 +259,7 @@ def test_agents_are_asked_more_often_once_the_client_closes():
 def test_a_disk_that_is_needed_is_given_up_when_nothing_new_came_for_so_long():
     peers = whole()
     peers["n2"].stuck = True
-    client = Client(peers, Disks(1, Keep(), 7, 2, 3))
+    client = Client(peers, Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3))
     client.commit(GEN)
     client.settle()
     took_s = client.now_s - client.began_s
@@ -262,7 +270,7 @@ def test_a_disk_that_is_needed_is_given_up_when_nothing_new_came_for_so_long():
 def test_a_bug_in_storing_one_generation_costs_no_other():
     peers = whole()
     peers["n0"].refuse = KeyError("a bug")
-    client = Client(peers, Disks(1, Keep(), 7, 2, 3))
+    client = Client(peers, Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3))
     client.commit(GEN)
     client.settle()
     peers["n0"].refuse = None
@@ -275,7 +283,7 @@ def test_a_bug_in_storing_one_generation_costs_no_other():
 
 def test_an_agent_that_cannot_be_told_what_is_stored_is_named():
     peers = whole()
-    client = Client(peers, Disks(1, Keep(), 7, 2, 3))
+    client = Client(peers, Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3))
     gone = AgentUnreachable("n1:1", "silent")
     client.answers[RETAIN] = lambda effect: gone if effect.node == "n1" else None
     client.commit(GEN)
@@ -285,6 +293,8 @@ def test_an_agent_that_cannot_be_told_what_is_stored_is_named():
 
 
 def test_one_that_never_began_is_done():
-    archivist = Archivist("test", ("n0",), Disks(1, Keep(), 7, 2, 3))
+    archivist = Archivist(
+        "test", ("n0",), Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3)
+    )
     assert archivist.is_done
     assert not archivist.is_begun

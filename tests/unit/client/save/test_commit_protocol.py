@@ -93,7 +93,7 @@ def watch(known, wait_s=deadlines.WATCH_S):
 
 
 def progress(state):
-    return Progress(state, 3, (), 0.0, 0.0)
+    return Progress(state=state, held=3, problems=(), encode_s=0.0, protected_s=0.0)
 
 
 def added(counter, value):

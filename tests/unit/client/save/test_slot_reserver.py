@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import MapSlot, PingAgent, ReviveAgent, SlotExists, until
+from ecckpt.client.effects import PingAgent, ReviveAgent, until
 from ecckpt.client.save.slot_reserver import SlotReserver, while_alive
+from ecckpt.client.state_effects import MapSlot, SlotExists
 from ecckpt.errors import AgentUnreachable, CorruptFragment, Fenced, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
 from ecckpt.protocol.messages.restore import Fence
@@ -51,7 +52,14 @@ class Client(Performer):
         if self.errors:
             raise self.errors.pop(0)
         wish, count = effect.message, len(self.asked())
-        return Slot("path", f"region{count}", 1, wish.header.file_bytes, 4096, wish.header)
+        return Slot(
+            path="path",
+            region=f"region{count}",
+            use=1,
+            file_bytes=wish.header.file_bytes,
+            payload_offset=4096,
+            header=wish.header,
+        )
 
     def asked(self) -> list[int]:
         """The steps for which a slot was asked for."""
@@ -75,7 +83,11 @@ class Client(Performer):
 
 def wish(size_bytes=1000, *, timeline=1, step=5):
     return Reserve(
-        header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes), 0, 1, 0, ()
+        header=header(HOME, gen=generation(timeline, step), shard_bytes=size_bytes),
+        memory_bytes=0,
+        local_ranks=1,
+        holders=0,
+        discard=(),
     )
 
 

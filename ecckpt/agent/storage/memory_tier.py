@@ -1,0 +1,128 @@
+"""The memory tier: files in tmpfs, reserved up front, faulted in once, recycled for ever.
+
+Regions lie under ``<root>/regions``. Fresh pages cost several times a copy, so a region that is
+given up is kept for the next taker instead of being freed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from ecckpt.agent.storage.budget import Accounts
+from ecckpt.agent.storage.regions import Region, Tmpfs, TmpfsFiles, void, whole_pages
+from ecckpt.errors import NotMapped, TmpfsFull
+
+
+class MemoryTier:
+    """All regions of one agent, by run, within budgets (budget.py). Thread-safe."""
+
+    def __init__(self, root: Path, *, node: str, files: Tmpfs | None = None) -> None:
+        self._folder = root / "regions"
+        self._files = files or TmpfsFiles()
+        self._files.make_folder(self._folder)
+        self._lock = threading.Lock()
+        self._accounts: Accounts[Region] = Accounts(node)
+
+    def default_budget_bytes(self) -> int:
+        """Half of the tmpfs: what a run may use unless told otherwise."""
+        return self._files.room(self._folder)[0] // 2
+
+    def used_bytes(self, run: str) -> int:
+        """Bytes of the run's regions, spare ones included."""
+        with self._lock:
+            return self._accounts.used_bytes(run)
+
+    def allocate(self, run: str, size_bytes: int, *, budget_bytes: int, what: str) -> Region:
+        """A region of at least that size whose superblock is void; its other bytes are garbage.
+
+        Takes a spare region that fits, else makes one, giving spare ones back to the system where
+        the budget asks for it. Raises ``MemoryBudgetTooSmall``, ``TmpfsFull`` or ``NotMapped``;
+        the tier is then as before.
+        """
+        size_bytes = whole_pages(size_bytes)
+        with self._lock:
+            region = self._accounts.take(run, size_bytes)
+            if region is not None:
+                region.use = next(self._files.uses)
+                return region
+            self._make_room(run, size_bytes, budget_bytes, what)
+        try:
+            region = self._create_at_any_price(size_bytes)
+        except BaseException:
+            with self._lock:
+                self._accounts.release(run, size_bytes)
+            raise
+        region.use = next(self._files.uses)
+        return region
+
+    def take_spare(self, run: str, size_bytes: int) -> Region | None:
+        """As ``allocate``, but only a region that is spare; None if none fits."""
+        with self._lock:
+            region = self._accounts.take(run, whole_pages(size_bytes))
+            if region is not None:
+                region.use = next(self._files.uses)
+            return region
+
+    def recycle(self, run: str, region: Region) -> None:
+        """Give a region up for the next taker. Nobody may write to it any more, or read it."""
+        assert not region.assigned, region
+        void(region)
+        with self._lock:
+            self._accounts.keep(run, region)
+
+    def discard(self, run: str, region: Region) -> None:
+        """Give a region up for good: somebody may still have it mapped."""
+        self._files.remove(region.path)
+        with self._lock:
+            self._accounts.release(run, region.size_bytes)
+
+    def assign(self, region: Region) -> None:
+        """Have a region in use ``assigned``, and whoever adopts it know that."""
+        self._files.mark_assigned(region)
+
+    def release(self, run: str) -> None:
+        """Give the spare regions of a run back to the system."""
+        with self._lock:
+            spares = self._accounts.spares(run)
+        for _, region in spares:
+            self._files.remove(region.path)
+
+    def found(self) -> Iterator[Path]:
+        """Region files that lie in the tier's folder, known or not."""
+        return iter(self._files.found(self._folder, ".region"))
+
+    def adopt(self, run: str, path: Path) -> Region:
+        """Take over a region that an earlier agent left."""
+        region = self._files.map(path)
+        region.use = next(self._files.uses)
+        with self._lock:
+            self._accounts.adopt(run, region)
+        return region
+
+    def _make_room(self, run: str, size_bytes: int, budget_bytes: int, what: str) -> None:
+        """Count a new region in. What is freed for it is unmapped, and so free, on return."""
+        for freed in self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=what):
+            self._files.remove(freed.path)
+
+    def _create_at_any_price(self, size_bytes: int) -> Region:
+        """A new region; where memory is full of spare ones, of any run, they go first."""
+        try:
+            return self._files.create(self._folder, size_bytes)
+        except (TmpfsFull, NotMapped):
+            if not self._drop_spares():
+                raise
+            return self._files.create(self._folder, size_bytes)
+
+    def _drop_spares(self) -> int:
+        """Give all spare regions back; returns how many. Unmapped, and so free, on return."""
+        with self._lock:
+            spares = self._accounts.spares()
+        count = len(spares)
+        while spares:
+            _, region = spares.pop()
+            self._files.remove(region.path)
+            del region
+        self._files.let_go()
+        return count
