@@ -1,4 +1,4 @@
-"""The operations of every save and restore, for pytest-benchmark: ``pytest bench/test_codec.py``.
+"""The operations of every save and restore, for ``pytest -n 0 bench/test_codec.py``.
 
 These sizes are small; ``python -m bench.codec`` measures against memory and the peers.
 """

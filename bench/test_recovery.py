@@ -1,4 +1,4 @@
-"""Protecting and restoring from home beside one memcpy: ``pytest bench/test_recovery.py``.
+"""Protecting and restoring from home beside one memcpy: ``pytest -n 0 bench/test_recovery.py``.
 
 These sizes are small; ``python -m bench.recovery`` measures against plain pulls.
 """

@@ -1,4 +1,4 @@
-"""A save's stall beside one memcpy of the same bytes: ``pytest bench/test_save.py``."""
+"""A save's stall beside one memcpy of the same bytes: ``pytest -n 0 bench/test_save.py``."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _say(text: str) -> None:
 class _Lines:
     """Counts the lines of the agent's code that all threads run; dies at one of them."""
 
-    _FOLDERS = (f"{os.sep}ecckpt{os.sep}agent{os.sep}", f"{os.sep}ecckpt{os.sep}tiers{os.sep}")
+    _FOLDER = f"{os.sep}ecckpt{os.sep}agent{os.sep}"
 
     def __init__(self, last: int) -> None:
         self.count = 0
@@ -235,7 +235,7 @@ class _Lines:
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
         del arg
-        if not any(folder in frame.f_code.co_filename for folder in self._FOLDERS):
+        if self._FOLDER not in frame.f_code.co_filename:
             return None
         if event == "line":
             self.count += 1

@@ -376,16 +376,27 @@ def _source(held: list[Held]) -> HTTPServer:
     return Server(("127.0.0.1", 0), Handler)
 
 
-def run(every: int = 1, lines: int = 1, first: int = 0, say: Any = print) -> Counter[str]:
-    """Crash at every so-manieth point; returns how many of each kind were reached."""
+def run(
+    every: int = 1,
+    lines: int = 1,
+    first: int = 0,
+    *,
+    share: int = 0,
+    shares: int = 1,
+    say: Any = print,
+) -> Counter[str]:
+    """Crash at every so-manieth point; returns how many of each kind were reached.
+
+    With ``shares``, only at every ``shares``-th of these points, from number ``share`` on.
+    """
     logging.disable(logging.CRITICAL)
     try:
         with Lives() as lives:
-            points = lives.points(every, lines, first)
+            points = lives.points(every, lines, first)[share::shares]
         say(f"{len(points)} points")
-        shares = [points[first::SIDE_BY_SIDE] for first in range(SIDE_BY_SIDE)]
+        parts = [points[part::SIDE_BY_SIDE] for part in range(SIDE_BY_SIDE)]
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-            return sum(pool.map(_crash_at, shares, [say] * SIDE_BY_SIDE), Counter())
+            return sum(pool.map(_crash_at, parts, [say] * SIDE_BY_SIDE), Counter())
     finally:
         logging.disable(logging.NOTSET)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ecckpt
 from ecckpt.errors import InvalidConfig, SaveFailed
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support import foreign
+from tests.docs import foreign
 
 RUN = "mixed"
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()

@@ -41,7 +41,7 @@ from ecckpt.sim.faults import NONE, Faults
 from ecckpt.sim.hosts import platter, pulling
 from ecckpt.sim.run_config import Rules
 from ecckpt.sim.simulate import simulate
-from tests.support.broken_rules import (
+from tests.unit.sim.broken_rules import (
     DISKS,
     POWER,
     RESTARTS,

@@ -18,7 +18,7 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, pack_superblock
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.disk import Piece, Retain, Store
 from tests.support.builders import generation, header
-from tests.support.services import (
+from tests.unit.agent.runtime.services import (
     NEW,
     OLD,
     again,

@@ -12,7 +12,7 @@ from ecckpt.agent.runtime.driver import _Alarm
 from ecckpt.format.fragment_file import pack_table
 from ecckpt.protocol.messages.save import Hold
 from tests.support.builders import header, table_of
-from tests.support.services import start
+from tests.unit.agent.runtime.services import start
 
 
 @pytest.fixture(autouse=True)

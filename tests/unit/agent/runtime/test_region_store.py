@@ -25,7 +25,7 @@ from ecckpt.format.fragment_file import (
 )
 from ecckpt.policy.rollbacks import RollBack
 from tests.support.builders import generation, header, table_of
-from tests.support.services import (
+from tests.unit.agent.runtime.services import (
     NEW,
     OLD,
     again,

@@ -22,8 +22,8 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES
 from ecckpt.protocol.messages.disk import Block, Verified, Verify
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.builders import header
-from tests.support.services import NEW, on_disk, stage, start, store
 from tests.support.worlds import World, states_for
+from tests.unit.agent.runtime.services import NEW, on_disk, stage, start, store
 
 BLOCK = 4096
 

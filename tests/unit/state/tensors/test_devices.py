@@ -17,8 +17,8 @@ from ecckpt.state.snapshot import plan
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.tensors import devices
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.gpus import ALREADY_REGISTERED, Gpus
 from tests.support.media import SIZE, mapped_here, tmpfs_file
+from tests.unit.state.tensors.gpus import ALREADY_REGISTERED, Gpus
 
 
 @pytest.fixture
