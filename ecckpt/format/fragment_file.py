@@ -71,7 +71,7 @@ def block_bytes_for(shard_bytes: int) -> int:
 
 
 # Not keyword-only: a restore of a large run makes hundreds of thousands of headers, by position.
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Header:
     """What a fragment or home copy says of itself. All sizes in bytes.
 
