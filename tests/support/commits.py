@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ecckpt.client.cluster.members import Cluster
+from ecckpt.client.config import ClusterConfig
 from ecckpt.client.effects import Routine, call_own
 from ecckpt.client.handles import SaveHandle
 from ecckpt.client.save.commit_protocol import CommitProtocol, StagedSave
@@ -13,6 +14,7 @@ from ecckpt.client.save.staging import Deadline
 from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.placement import Node, parse_code, plan_placement
+from ecckpt.policy.retention import Keep
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Commit, Progress, Protect
 from ecckpt.protocol.verbs import COMMIT, PROTECT, WATCH
@@ -155,3 +157,19 @@ class Commits:
             return Done()
 
         return commit
+
+
+def config_of(**fields: Any) -> ClusterConfig:
+    return ClusterConfig(
+        **{
+            "run": "test",
+            "code": (2, 1),
+            "min_margin": 0,
+            "every_steps": 1,
+            "save_timeout_s": 20.0,
+            "restore_timeout_s": 30.0,
+            "disk_every": 1,
+            "keep": Keep(),
+        }
+        | fields
+    )

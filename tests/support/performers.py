@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ecckpt.client import effects
+from ecckpt.client import effects, state_effects
 from ecckpt.client.effects import Effect, Lane, Routine
 from ecckpt.client.events import Event, Message
 from ecckpt.errors import AgentUnreachable
@@ -153,11 +153,11 @@ class Performer:
             effects.Mark: lambda effect: (self.now_s, self.now_s),
             effects.Queue: lambda effect: self._queue(effect.lane, effect.routine),
             effects.Start: lambda effect: self.begin(effect.routine),
-            effects.SlotExists: lambda effect: True,
+            state_effects.SlotExists: lambda effect: True,
             effects.TakeSpans: lambda effect: (),
             effects.Report: lambda effect: self.events.append(effect.event),
             effects.FinishHandle: lambda effect: effect.handle.finish(effect.error, self.now_s),
-            effects.LoadState: lambda effect: effect.load(),
+            state_effects.LoadState: lambda effect: effect.load(),
             effects.StoreAdd: lambda effect: store.add(effect.key, effect.amount),
             effects.StoreSubtract: lambda effect: store.subtract(
                 effect.key, effect.amount, effect.unless

@@ -11,19 +11,17 @@ import torch
 import ecckpt
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.requests import Requests
-from ecckpt.client.config import ClusterConfig
 from ecckpt.client.effects import CallAgents, TakeSpans
 from ecckpt.client.save.ticket import Ticket
 from ecckpt.client.state_effects import CopyState
 from ecckpt.errors import AgentUnreachable, Fenced, SaveFailed, SaveTimedOut
-from ecckpt.policy.retention import Keep
 from ecckpt.protocol.messages.save import Commit, Progress, Slot
 from ecckpt.protocol.messages.trace import Span
 from ecckpt.protocol.verbs import COMMIT, INVENTORY, PROTECT, RESERVE, SPANS, STAGE, WATCH
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.builders import SESSION, generation, header, inventory
-from tests.support.commits import cluster_of
+from tests.support.commits import cluster_of, config_of
 from tests.support.performers import Performer
 
 NODES = ["n0", "n1", "n2", "n3"]
@@ -33,22 +31,6 @@ GEN = generation(3, 7)
 
 class Plan:
     shard_bytes = 50_000
-
-
-def config_of(**fields: Any) -> ClusterConfig:
-    return ClusterConfig(
-        **{
-            "run": "test",
-            "code": (2, 1),
-            "min_margin": 0,
-            "every_steps": 1,
-            "save_timeout_s": 20.0,
-            "restore_timeout_s": 30.0,
-            "disk_every": 1,
-            "keep": Keep(),
-        }
-        | fields
-    )
 
 
 def ticket_of() -> Ticket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_staging import config_of
 
 from ecckpt.client.cluster.requests import Requests
 from ecckpt.client.effects import (
@@ -39,7 +38,7 @@ from ecckpt.policy.survival import Inventory, OnDisk
 from ecckpt.protocol.messages.save import Progress, Slot, Target
 from ecckpt.protocol.verbs import GUARD, INVENTORY, PROTECT, RESERVE, STAGE, STORE, WATCH
 from tests.support.builders import SESSION, generation, inventory
-from tests.support.commits import cluster_of
+from tests.support.commits import cluster_of, config_of
 from tests.support.performers import Clock, Performer, Store, drive
 
 SETUP = [
