@@ -126,7 +126,7 @@ def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
         placement=ground.placement,
         memory_bytes=0,
     )
-    node = NodeConfig(Path(), "", "", "", None)
+    node = NodeConfig(root=Path(), node="", domain="", listen="", token_file=None)
     performer = ThreadPerformer(Connections(peers[ground.homes[0]], peers, node), Tracer(), {})
     coordinator = Coordinator(cluster, patience_s=10.0)
     with performer.calls_in_parallel():

@@ -52,7 +52,7 @@ from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.state.snapshot.replicas import Replicas
 from ecckpt.state.tensors.dtypes import BYTES_DTYPES, CODE_OF
 from ecckpt.state.tensors.sharding import Sharding, box_of
-from ecckpt.state.tree import values
+from ecckpt.state.tree import registry, values
 from ecckpt.state.tree.nodes import StoredObject, replace_tensors
 from ecckpt.state.tree.resolving import resolve
 from tests.support.trees import same
@@ -127,10 +127,24 @@ class Mode(enum.Flag):
     WRITE = 2
 
 
-ecckpt.register(Point, name="golden.Point")
-ecckpt.register(Colour, name="golden.Colour")
-ecckpt.register(Mode, name="golden.Mode")
-ecckpt.register(decimal.Decimal, encode=str, decode=decimal.Decimal, name="golden.Decimal")
+def register_golden():
+    """Register the classes of the golden shard."""
+    ecckpt.register(Point, name="golden.Point")
+    ecckpt.register(Colour, name="golden.Colour")
+    ecckpt.register(Mode, name="golden.Mode")
+    ecckpt.register(decimal.Decimal, encode=str, decode=decimal.Decimal, name="golden.Decimal")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """Other tests of this process find none of them."""
+    tables = (registry._by_kind, registry._by_name)
+    before = [dict(table) for table in tables]
+    register_golden()
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
 
 
 class Loader:
@@ -152,11 +166,49 @@ def golden_state():
     """
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     parts = {
-        "sharded": Sharding((4, 3), (3, 1), ("S(0)",), (2,), (1,), (2, 0)),
-        "held": Sharding((4, 3), (3, 1), ("S(0)", "R"), (2, 2), (1, 0), (2, 0), (0, 0, 1)),
-        "strided": Sharding((8,), (1,), ("S(0)", "S(0, 2)"), (2, 2), (0, 1), None),
-        "outside": Sharding((4,), (1,), ("S(0)",), (2,), None, None),
-        "plain": Sharding((3, 2), (2, 1), ("R",), (3,), (1,), (1, 0), (0, 1, 1), plain=True),
+        "sharded": Sharding(
+            shape=(4, 3),
+            stride=(3, 1),
+            placements=("S(0)",),
+            mesh_shape=(2,),
+            coordinate=(1,),
+            offset=(2, 0),
+        ),
+        "held": Sharding(
+            shape=(4, 3),
+            stride=(3, 1),
+            placements=("S(0)", "R"),
+            mesh_shape=(2, 2),
+            coordinate=(1, 0),
+            offset=(2, 0),
+            held=(0, 0, 1),
+        ),
+        "strided": Sharding(
+            shape=(8,),
+            stride=(1,),
+            placements=("S(0)", "S(0, 2)"),
+            mesh_shape=(2, 2),
+            coordinate=(0, 1),
+            offset=None,
+        ),
+        "outside": Sharding(
+            shape=(4,),
+            stride=(1,),
+            placements=("S(0)",),
+            mesh_shape=(2,),
+            coordinate=None,
+            offset=None,
+        ),
+        "plain": Sharding(
+            shape=(3, 2),
+            stride=(2, 1),
+            placements=("R",),
+            mesh_shape=(3,),
+            coordinate=(1,),
+            offset=(1, 0),
+            held=(0, 1, 1),
+            plain=True,
+        ),
         "box": box_of((6, 4), (2, 0)),
     }
     shapes = {"sharded": (2, 3), "held": (1, 3), "strided": (2,), "outside": (0,), "plain": (3, 2)}
@@ -522,5 +574,6 @@ def test_reader_knows_every_choice_of_fragments(tmp_path):
 
 
 if __name__ == "__main__":
+    register_golden()
     for name, data in golden_files().items():
         (GOLDEN / name).write_bytes(data)

@@ -19,8 +19,9 @@ import torch
 
 import ecckpt
 from ecckpt import errors
+from ecckpt.agent import deadlines
 from ecckpt.agent.core import fetch, health, hold, prefetch, repair
-from ecckpt.agent.runtime import daemon, metrics, request_deadline, service
+from ecckpt.agent.runtime import daemon, metrics, service
 from ecckpt.agent.runtime import http_app as app
 from ecckpt.client.config import ClusterConfig
 from ecckpt.client.read import open as opening
@@ -644,7 +645,7 @@ def test_every_field_of_the_status_is_in_the_document(tmp_path):
     http.seal(own())
     assert http.call("guard", guard_of(writer=2))[0] == 200
     http.agent.commit(Commit("test", NOW))
-    http.agent._driver._begin(alarm_of_the_guard(http.agent))
+    http.agent._driver._handle(alarm_of_the_guard(http.agent))
     status = json.loads(http.ask("GET", "/v1/status")[1])
     run = status["runs"]["test"]
 
@@ -664,7 +665,7 @@ def test_every_field_of_the_status_is_in_the_document(tmp_path):
 def alarm_of_the_guard(agent):
     """Return the alarm that begins a round of the guard."""
     dues = [due for _, _, due in agent._driver._alarm._pending]
-    return next(due for due in dues if isinstance(due.task, health.Vigil))
+    return next(due for due in dues if isinstance(due.task, health.GroupHealth))
 
 
 def test_every_span_is_in_the_document():
@@ -681,7 +682,14 @@ def test_every_span_is_in_the_document():
 
 
 def test_examples_of_what_ranks_compare():
-    text = ClusterConfig("r", "auto", 0, 1, 120.0, 300.0).fingerprint()
+    text = ClusterConfig(
+        run="r",
+        code="auto",
+        min_margin=0,
+        every_steps=1,
+        save_timeout_s=120.0,
+        restore_timeout_s=300.0,
+    ).fingerprint()
     assert f"\n{text}\n" in TEXT
     (example,) = re.findall(r"Example: `(.*)` has the form `([0-9a-f]{32})`", TEXT)
     form = form_of([("model.weight", torch.float32, (3, 4))])
@@ -732,9 +740,9 @@ def test_limits_in_the_document():
     waiting = limits["pulls for `prefetch` at a time; `prefetch` requests waiting"]
     assert waiting == f"{prefetch.PREFETCHES}; {prefetch._QUEUE_LIMIT}, then nothing is done"
     whole = limits["server: all of a request, body included"]
-    assert whole.startswith(f"{request_deadline.REQUEST_TIMEOUT_S:g} s,")
-    assert f"(server: at most {service._WAIT_LIMIT_S:g} s)" in limits["`watch`"]
-    assert f"(every {health.ROUND_S:g} s)" in TEXT
+    assert whole.startswith(f"{deadlines.REQUEST_TIMEOUT_S:g} s,")
+    assert f"(server: at most {deadlines.WATCH_LIMIT_S:g} s)" in limits["`watch`"]
+    assert f"(every {deadlines.HEALTH_ROUND_S:g} s)" in TEXT
     assert f"more than {repair._MEMBERS_LIMIT} members" in TEXT
 
 

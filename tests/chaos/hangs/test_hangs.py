@@ -193,7 +193,7 @@ def _reader(cluster: LocalCluster, slow: dict[str, _Slow], **more: float) -> rea
     (report,) = plan.chosen.shards
     clients |= {node: replace(clients[node], address=slow[node].address) for node in slow}
     sources = ShardSources(report.header, report.homes, report.fragments)
-    return reading.ShardReader(sources, reading.Peers(clients, **more))
+    return reading.ShardReader(sources, reading.Peers(clients=clients, **more))
 
 
 @pytest.mark.long

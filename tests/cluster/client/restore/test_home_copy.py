@@ -350,7 +350,16 @@ class Bringing(Performer):
         return Bytes(effect.slot)
 
     def order(self, *, local: bool = True) -> Order:
-        return Order(5, self.home, local, {}, (), 1, {}, ())
+        return Order(
+            timeline=5,
+            header=self.home,
+            local=local,
+            sources={},
+            repair=(),
+            margin=1,
+            rejected={},
+            shards=(),
+        )
 
     def bring(self, **options: Any) -> Any:
         return self.run(self.source.bring(self.order(**options), None))

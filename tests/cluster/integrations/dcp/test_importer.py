@@ -205,7 +205,7 @@ class Own:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (Own(), ".*test_dcp_import.Own"),
+        (Own(), ".*test_importer.Own"),
         (np.float64(1), ".*numpy"),
         (np.arange(2), ".*numpy"),
         (Path("a"), ".*pathlib"),

@@ -188,7 +188,7 @@ def test_layout_is_no_difference():
 def test_other_tensors_make_another_claim(change):
     other = claim_of(1, change)
     assert other.digest != claim_of(0).digest
-    assert "or of other names, shapes or dtypes" in other.differences(claim_of(0).pack())
+    assert "or other names, shapes or dtypes" in other.differences(claim_of(0).pack())
 
 
 def test_many_differences_are_counted():

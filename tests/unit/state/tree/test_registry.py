@@ -225,7 +225,7 @@ def test_names_are_unique_and_a_class_may_be_registered_again():
 
     other = namesake()
     ecckpt.register(other)  # its qualified name differs
-    with pytest.raises(InvalidConfig, match=r"'Span' is registered for .*test_state_registry.Span"):
+    with pytest.raises(InvalidConfig, match=r"'Span' is registered for .*test_registry.Span"):
         ecckpt.register(other, name="Span")
     ecckpt.register(namesake())  # the same definition, run again
     with pytest.raises(UnsupportedState):
