@@ -6,7 +6,7 @@ process of the node that writes the shard, and uses it there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ecckpt.client.cluster.connections import Connections
 from ecckpt.client.save.ticket import Ticket
@@ -29,6 +29,7 @@ class HeldTicket:
 
     ticket: Ticket
     connections: Connections
+    tracer: Tracer = field(default_factory=Tracer, compare=False)  # sent when it is protected
 
     @property
     def shard(self) -> ShardId:
@@ -72,4 +73,4 @@ class HeldTicket:
 
     def _performer(self, slots: Slots | None = None) -> ThreadPerformer:
         effects = StatePerformer(self.connections, slots or Slots())
-        return ThreadPerformer(self.connections, Tracer(), effects.table)
+        return ThreadPerformer(self.connections, self.tracer, effects.table)

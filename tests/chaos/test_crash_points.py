@@ -18,7 +18,7 @@ SHARES = 4  # tests of their own, so that several workers take part
 def test_at_least_200_points(share: int) -> None:
     reached = run(every=4, lines=160, share=share, shares=SHARES)
     assert reached["KILL at a call"] >= 80 / SHARES
-    assert reached["KILL at a line"] >= 70 / SHARES
+    assert reached["KILL at a line"] >= 64 / SHARES
     assert reached["an error"] >= 20 / SHARES
     assert sum(reached.values()) >= 200 / SHARES
 

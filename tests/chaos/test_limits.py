@@ -26,11 +26,11 @@ from ecckpt.format.fragment_file import (
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.messages.save import Reserve, Stage
-from ecckpt.protocol.verbs import RESERVE, STAGE
+from ecckpt.protocol.verbs import RESERVE, SLOT, STAGE
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.builders import SESSION
 from tests.support.stored import store
-from tests.support.worlds import World, same_state, states_for
+from tests.support.worlds import World, instead_of, same_state, states_for
 
 ELEMENTS = 300_000  # 1.2 MB a rank
 ROOM_BYTES = 16 << 30
@@ -139,11 +139,10 @@ def test_a_rank_that_may_map_no_more_memory(
     with World(cluster6, agents=cluster6.addresses(), **options) as world:
         world.restore(states)
         assert world.save(1, states)[0].wait(30)
-    asked = getattr(AgentClient, before)
     free = resource.getrlimit(resource.RLIMIT_AS)
 
-    def ask(client: AgentClient, about: Any) -> Any:
-        answer = asked(client, about)
+    def limit(_client: AgentClient, _about: Any, ask: Callable[[], Any]) -> Any:
+        answer = ask()
         resource.setrlimit(resource.RLIMIT_AS, (_mapped_bytes(os.getpid()), free[1]))
         return answer
 
@@ -152,7 +151,15 @@ def test_a_rank_that_may_map_no_more_memory(
         if before == "table":  # of which it asks peers, to do without its own agent
             os.killpg(cluster6.pid("n0"), signal.SIGKILL)
             cluster6.wait("n0")
-        monkeypatch.setattr(AgentClient, before, ask)
+        if before == "slot":
+            instead_of(monkeypatch, SLOT, limit)
+        else:
+            table = AgentClient.table
+            monkeypatch.setattr(
+                AgentClient,
+                "table",
+                lambda client, header: limit(client, header, lambda: table(client, header)),
+            )
         try:
             # Where there is a limit, nothing is mapped while other threads are being started.
             most_bytes = _mapped_bytes(os.getpid()) + ROOM_BYTES

@@ -1,4 +1,4 @@
-"""The memory tier: files in tmpfs, reserved up front, faulted in once, recycled for ever.
+"""The memory tier: files in tmpfs, allocated up front, faulted in once, then recycled.
 
 Regions lie under ``<root>/regions``. Fresh pages cost several times a copy, so a region that is
 given up is kept for the next taker instead of being freed.
@@ -66,20 +66,20 @@ class MemoryTier:
             return region
 
     def recycle(self, run: str, region: Region) -> None:
-        """Give a region up for the next taker. Nobody may write to it any more, or read it."""
+        """Make a region spare. The caller guarantees that no process reads or writes it."""
         assert not region.assigned, region
         void(region)
         with self._lock:
             self._accounts.keep(run, region)
 
     def discard(self, run: str, region: Region) -> None:
-        """Give a region up for good: somebody may still have it mapped."""
+        """Unlink a region: another process may still have it mapped."""
         self._files.remove(region.path)
         with self._lock:
             self._accounts.release(run, region.size_bytes)
 
     def assign(self, region: Region) -> None:
-        """Have a region in use ``assigned``, and whoever adopts it know that."""
+        """Mark a region in use as assigned, in its file too, for an agent that adopts it."""
         self._files.mark_assigned(region)
 
     def release(self, run: str) -> None:
