@@ -64,6 +64,12 @@ class SimulatedTmpfs(Platter):
         """The region of that name, if it is there."""
         return next((each for each in self.files.values() if each.name == name), None)
 
+    def region_view(self, name: str) -> memoryview:
+        """The bytes of a region that is there."""
+        region = self.named(name)
+        assert region is not None, name
+        return region.view
+
     def used_bytes(self, run: str) -> int:
         """Bytes that lie there of a run, independent of what its agent counts."""
         there = (each for path, each in self.files.items() if self.runs.get(path) == run)

@@ -173,13 +173,7 @@ class Truth:
 
     def rot(self, rng: Random, hosts: Mapping[str, HostView]) -> None:
         """Flip a bit of a random complete file in memory."""
-
-        def view(piece: TruthPiece) -> memoryview:
-            region = hosts[piece.node].memory.named(piece.name)
-            assert region is not None
-            return region.view
-
-        self._pieces.rot(rng, view)
+        self._pieces.rot(rng, lambda piece: hosts[piece.node].memory.region_view(piece.name))
 
     def rot_disk(self, rng: Random, hosts: Mapping[str, HostView]) -> None:
         """Flip a bit of a random file on a disk."""

@@ -62,7 +62,8 @@ class TruthLoads:
         generation, however they share them. Returns whether this is the last rank of the restore.
         """
         if start not in self._by_start:
-            saved_bytes = sum(len(saved[shard]) for shard in shards)
+            # Bytes that are forgotten, or were never saved, differ from all that a rank can load.
+            saved_bytes = sum(len(saved.get(shard, b"")) for shard in shards)
             self._by_start[start] = _Loaded(generation, saved_bytes)
         loaded = self._by_start[start]
         for part in parts:
