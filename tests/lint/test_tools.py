@@ -15,7 +15,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
+NATIVE = sorted(
+    str(path)
+    for folder in ("native", "tests/native")
+    for path in (ROOT / folder).iterdir()
+    if path.suffix in (".cpp", ".h")
+)
 TOOLS = (
+    ("clang-format", "--dry-run", "-Werror", *NATIVE),
     ("ruff", "check", "--no-cache"),
     ("ruff", "format", "--check", "--no-cache"),
     ("mypy",),
@@ -52,7 +59,7 @@ def _complaint(command: tuple[str, ...]) -> str:
         check=False,
         timeout=280,
     )
-    return f"{' '.join(command)}\n{done.stdout}{done.stderr}" if done.returncode else ""
+    return f"{' '.join(command[:3])}\n{done.stdout}{done.stderr}" if done.returncode else ""
 
 
 def test_files_are_short() -> None:
