@@ -66,3 +66,7 @@ DISK_SCAN_PATIENCE_S = 5.0
 # Age of a region at which its pages are gathered into huge pages. By then the first save into the
 # region is over and its fragments are on their way, so the move disturbs neither.
 HUGE_PAGES_DELAY_S = 2.0
+
+# A new agent waits so long for the lock of its folder. The threads of an agent that was just killed
+# may hold the lock for some milliseconds after the process has become a zombie.
+LOCK_PATIENCE_S, LOCK_LOOK_S = 1.0, 0.02

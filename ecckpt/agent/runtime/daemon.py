@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,20 @@ def _open_disk(disk: Path | None, node: str) -> tuple[Path | None, int | None, s
 
 def _lock(root: Path) -> int:
     descriptor = os.open(root / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise AlreadyRunning(f"{root}: an agent already runs here (pid {owner})") from error
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor
+    deadline_s = time.monotonic() + deadlines.LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() < deadline_s:
+                time.sleep(deadlines.LOCK_LOOK_S)
+                continue
+            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise AlreadyRunning(f"{root}: an agent already runs here (pid {owner})") from error
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        return descriptor
 
 
 def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
