@@ -1,6 +1,6 @@
 """How long the client waits for what, and why so long. All in seconds.
 
-docs/RELIABILITY.md lists every wait of the system; tests compare the two.
+docs/RELIABILITY.md lists every wait of the system.
 """
 
 from __future__ import annotations
