@@ -132,8 +132,8 @@ class GatherPlan:
     def patience_s(self, pull: BlockPull) -> float | None:
         """How long a pull in flight may take; None: as long as it wants to.
 
-        It is given up for another source of the same fragment; or, if all pulls in flight could be
-        replaced, for other fragments.
+        It is given up for another source of the same fragment; or if its rows would decode even
+        without all pulls in flight.
         """
         if pull.patient:
             return None
@@ -141,8 +141,8 @@ class GatherPlan:
             left.any() and not self._reluctance(source)
             for source, left in self._left[pull.index].items()
         )
-        spare = int((self._offers(0) & ~self.good).any(axis=1).sum())
-        if len(self._in_flight) > spare and not elsewhere:
+        without = (self.good | self._offers(0))[:, self._coming[pull.index]]
+        if not elsewhere and (without.sum(axis=0) < self.header.k).any():
             return None
         if self._took_s:
             others_s = self._took_s * max(1.0, pull.size_bytes / self._took_bytes)

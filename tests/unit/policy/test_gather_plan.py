@@ -169,6 +169,12 @@ def test_a_laggard_is_given_up_for_another_source_or_where_all_could_be_replaced
     assert other.patience_s(first) == 2.0  # with nothing to compare it with
     assert other.patience_s(second) is None
 
+    wanted = np.array([[True], [False], [False]])
+    plan = five(wanted=wanted)
+    assert plan.patience_s(*plan.next()) == 2.0
+    few = plan_for(*((index, ("a",)) for index in range(3)), wanted=wanted)
+    assert few.patience_s(*few.next()) is None  # two others do not decode it
+
 
 def test_plans_of_one_restore_share_what_they_learn_of_sources():
     head, slow_ones = header(), set()
