@@ -12,6 +12,20 @@ PING_S = 2.0
 # The same for an agent that did not answer last time: a training program must not wait for it.
 GLANCE_S = 0.05
 
+# -- joining a run --------------------------------------------------------------------------------
+# Starting an agent: importing its packages takes seconds on a busy machine.
+START_AGENT_S, START_LOOK_S = 30.0, 0.02
+# The session, which rank 0 writes at once; ranks may start a minute apart.
+SESSION_S = 60.0
+# Each rank finds or starts its agent before it joins, and hosts differ.
+JOIN_S = 120.0
+# After its deadline rank 0 writes which ranks were late; the others wait so long for that.
+LATE_RANKS_S = 5.0
+# Between two looks at a store that cannot be cloned.
+STORE_LOOK_S = 0.05
+# torch rounds its time-outs to milliseconds, and takes 0 for no time-out.
+STORE_WAIT_LEAST_S = 0.002
+
 # -- a save ---------------------------------------------------------------------------------------
 # After so long without an answer the agent is asked for a first sign of life, then for others.
 FIRST_PING_AFTER_S, LATER_PINGS_AFTER_S = 0.25, 2.0

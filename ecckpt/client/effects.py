@@ -14,7 +14,6 @@ An effect raises ``EcckptError`` or ``OSError``, unless its docstring says more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -188,6 +187,18 @@ class Until(Effect[bool]):
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Compute(Effect[R], Generic[R]):
+    """Call a pure function whose time grows with the number of ranks.
+
+    The threads of a client share one lock between effects, ``save()`` among them. A routine beside
+    the training must not hold it for long, so it has such work done as an effect. The function may
+    read only values that no other routine changes.
+    """
+
+    function: Callable[[], R]
+
+
 class Lane(Enum):
     """Routines in one lane run one after another, in the order in which they were queued."""
 
@@ -294,11 +305,6 @@ def sleep(seconds: float) -> Routine[None]:
 
 def _never() -> bool:
     return False
-
-
-def forever() -> float:
-    """A time-out that never comes."""
-    return math.inf
 
 
 def traced(name: str, shard: ShardId, routine: Routine[R]) -> Routine[R]:

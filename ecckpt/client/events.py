@@ -18,13 +18,6 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveStaged:
-    """A rank has copied its state into a slot."""
-
-    shard: ShardId
-
-
-@dataclass(frozen=True, slots=True)
 class SaveCommitted:
     """A rank learned that all shards of a generation are protected."""
 
@@ -81,7 +74,6 @@ class TimelineBegun:
 
 Event = (
     Message
-    | SaveStaged
     | SaveCommitted
     | SaveFailure
     | RestorePlanned

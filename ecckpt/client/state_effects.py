@@ -115,6 +115,7 @@ class ProveHome(Effect[Brought]):
     Attributes:
         assign: map it privately, so that tensors of this process may lie in it for good.
         wanted: asked between pieces; the proof ends with ``NotWanted`` once it is False.
+        patience_s: how long the agent may take to send the checksums.
 
     Raises ``CorruptFragment`` for a bad block, ``NotMapped`` without address space.
     """
@@ -122,6 +123,7 @@ class ProveHome(Effect[Brought]):
     slot: Slot
     assign: bool
     wanted: Callable[[], bool]
+    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class StatePerformer:
         payload[plan.shard_bytes :] = bytes(header.payload_bytes - plan.shard_bytes)
 
     def _prove_home(self, effect: ProveHome) -> ShardInMemory:
-        agent = self._connections.agent
+        agent = replace(self._connections.agent, timeout_s=effect.patience_s)
         return prove_home(
             effect.slot, agent, self._slots, assign=effect.assign, wanted=effect.wanted
         )

@@ -28,6 +28,7 @@ from ecckpt.client.effects import (
     OWN,
     CallAgent,
     CallAgents,
+    Compute,
     Effect,
     FinishHandle,
     Join,
@@ -101,6 +102,7 @@ class ThreadPerformer:
             RankExchange: self._exchange,
             Now: lambda effect: time.monotonic(),
             Until: self._until,
+            Compute: lambda effect: effect.function(),
             Queue: lambda effect: self._lanes[effect.lane].put(effect.routine),
             Start: self._start,
             Join: self._join,
@@ -301,6 +303,6 @@ def _log_event(event: Event) -> None:
         case Message(level, text):
             _log.log(level, "%s", text)
         case SaveFailure(shard, error):
-            _log.warning("the save of step %d failed: %s", shard.generation.step, error)
+            _log.warning("step %d was not saved: %s", shard.generation.step, error)
         case _:
             _log.debug("%s", event)

@@ -18,6 +18,7 @@ from ecckpt.client.effects import (
     OWN,
     CallAgent,
     CallAgents,
+    Compute,
     Effect,
     FinishHandle,
     Join,
@@ -100,6 +101,7 @@ class SimulatedPerformer:
         # Effects on the ranks' store, those that take no simulated time, and all others.
         self._in_store = _store_effects(session)
         self._at_once: dict[type[Effect[Any]], Callable[[Any], Any]] = self._state.at_once | {
+            Compute: lambda effect: effect.function(),
             Now: lambda effect: self._world.now_s,
             Mark: lambda effect: (self._world.now_s, self._world.now_s),
             Queue: lambda effect: self._enqueue(effect.lane, effect.routine),

@@ -83,6 +83,8 @@ class Running:
         if _is_watch(effect):
             return self.since_s + effect.message.wait_s
         limit_s = getattr(effect, "timeout_s", getattr(effect, "patience_s", math.inf))
+        if isinstance(effect, state_effects.ProveHome):
+            limit_s = math.inf  # its patience is for one request, not for the proof
         return self.since_s + limit_s
 
     def is_ready(self) -> bool:
@@ -153,6 +155,7 @@ class Performer:
             effects.Mark: lambda effect: (self.now_s, self.now_s),
             effects.Queue: lambda effect: self._queue(effect.lane, effect.routine),
             effects.Start: lambda effect: self.begin(effect.routine),
+            effects.Compute: lambda effect: effect.function(),
             state_effects.SlotExists: lambda effect: True,
             effects.TakeSpans: lambda effect: (),
             effects.Report: lambda effect: self.events.append(effect.event),

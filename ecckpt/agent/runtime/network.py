@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import Announce, AskPeer, Gathered, Post
 from ecckpt.agent.core.tasks import Fetching, Taking
 from ecckpt.agent.runtime.rate_limit import pace_of
@@ -25,9 +26,6 @@ from ecckpt.protocol.parallel_ranges import connections_for
 from ecckpt.protocol.tracing import Tracer
 from ecckpt.protocol.verbs import HELD, HOLD, PREFETCH, PROBE
 
-_POST_TIMEOUT_S = 5.0
-_ASK_TIMEOUT_S = 2.0
-
 
 class PeerNetwork:
     """Requests to other agents, in the thread of the caller; ``token`` is their credential.
@@ -43,7 +41,7 @@ class PeerNetwork:
 
     def post(self, action: Post) -> None:
         """Send a message; raises what the client raises."""
-        client = peer_client(action.address, self._token, timeout_s=_POST_TIMEOUT_S)
+        client = peer_client(action.address, self._token, timeout_s=deadlines.POST_TIMEOUT_S)
         match action.message:
             case Hold() as hold:
                 client.call(HOLD, hold)
@@ -53,13 +51,15 @@ class PeerNetwork:
     def announce(self, action: Announce) -> None:
         """Send that message while there is something in it; raises what the client raises."""
         if action.job.state == "encoding":
-            client = peer_client(action.address, self._token, timeout_s=_POST_TIMEOUT_S)
+            client = peer_client(action.address, self._token, timeout_s=deadlines.POST_TIMEOUT_S)
             client.call(PREFETCH, action.message)
 
     def ask(self, action: AskPeer) -> Presence:
         """What a node has; raises what the client raises."""
         address, message = action.sight.address, action.message
-        seen = peer_client(address, self._token, timeout_s=_ASK_TIMEOUT_S).call(PROBE, message)
+        seen = peer_client(address, self._token, timeout_s=deadlines.PROBE_TIMEOUT_S).call(
+            PROBE, message
+        )
         if not len(seen.held) == len(seen.coming) == len(message.shards):
             raise InvalidMessage(f"agent {address} answers for other shards than asked")
         return seen

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ecckpt.client import deadlines
 from ecckpt.client.cluster.connections import Connections
 from ecckpt.client.cluster.local_agent import check_reachable, find_or_start, local_client
 from ecckpt.client.cluster.members import Cluster
@@ -24,8 +25,6 @@ from ecckpt.protocol.encoding import pack_message, unpack_message
 from ecckpt.protocol.messages.node import NodeInfo
 
 _log = logging.getLogger(__name__)
-
-_JOIN_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,9 @@ def _meet(
         ]
 
     payload = pack_message(member)
-    return unpack_message(_Roster, meeting.decide("join", payload, lead, timeout_s=_JOIN_TIMEOUT_S))
+    return unpack_message(
+        _Roster, meeting.decide("join", payload, lead, timeout_s=deadlines.JOIN_S)
+    )
 
 
 def _check_alike(members: Sequence[_Member]) -> None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from ecckpt.client import deadlines
 from ecckpt.client.config import NodeConfig
 from ecckpt.errors import AgentMismatch, AgentUnreachable
 from ecckpt.memory.private_folder import private_folder
@@ -23,9 +24,7 @@ from ecckpt.protocol.messages.node import NodeInfo
 
 _log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 30.0
 _LOG_TAIL_BYTES = 2000
-_POLL_S = 0.02
 # The same name as in agent/runtime/daemon.py, repeated because the client never imports the agent.
 SOCKET_NAME = "agent.sock"
 
@@ -113,18 +112,18 @@ def await_agent(client: AgentClient, log: Path, *, process: Started | None = Non
 
     Raises ``AgentUnreachable`` if ``process`` ends first, or after 30 s.
     """
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    deadline_s = time.monotonic() + deadlines.START_AGENT_S
     while True:
         ended = process is not None and process.poll() is not None
         try:
             return client.node()
         except AgentUnreachable as error:
             if ended or time.monotonic() > deadline_s:
-                what = "ended" if ended else f"did not answer within {_START_TIMEOUT_S:g} s"
+                what = "ended" if ended else f"did not answer within {deadlines.START_AGENT_S:g} s"
                 raise AgentUnreachable(
                     client.address, f"the agent {what}", hint=f"its log ends with: {_tail(log)}"
                 ) from error
-        time.sleep(_POLL_S)
+        time.sleep(deadlines.START_LOOK_S)
 
 
 def check_reachable(infos: list[NodeInfo], token: str) -> None:

@@ -22,19 +22,16 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from ecckpt.client import deadlines
 from ecckpt.errors import EcckptError, InvalidConfig, RankTimeout, facts, revive
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _NONCE_BYTES = 8
-_SESSION_TIMEOUT_S = 60.0
-_GRACE_S = 5.0  # rank 0's time to write a RankTimeout for the others
-_POLL_S = 0.05  # where a store cannot be cloned
 # A shared answer at least this long is stored once, at the price of a second read per rank.
 _LONG_BYTES = 1 << 10
 _SEE_ALL = b"="  # stands where a rank's answer would be: the answer is under .../out/all
-_LEAST_WAIT_S = 0.002  # torch rounds timeouts to milliseconds, and 0 means no timeout
 
 Decide = Callable[[list[bytes]], Sequence[bytes]]
 
@@ -180,7 +177,7 @@ class StoreMeeting:
             self._lead(tag, decide, deadline_s, timeout_s)
         # Rank 0 gives up at the deadline and then writes which ranks were late. The others wait a
         # little longer than rank 0, so that they raise its error rather than one of their own.
-        deadline_s += min(_GRACE_S, 4 * timeout_s)
+        deadline_s += min(deadlines.LATE_RANKS_S, 4 * timeout_s)
         answer = self._read(tag, [f"{tag}/out/{self.rank}"], deadline_s, timeout_s, ranks=[0])[0]
         if answer == _SEE_ALL:
             answer = self._read(tag, [f"{tag}/out/all"], deadline_s, timeout_s, ranks=[0])[0]
@@ -227,13 +224,13 @@ class StoreMeeting:
         An unreachable store is not reported here; the caller's next call to the store raises.
         """
         if self._waiting is not None:
-            limit = timedelta(seconds=max(_LEAST_WAIT_S, timeout_s))
+            limit = timedelta(seconds=max(deadlines.STORE_WAIT_LEAST_S, timeout_s))
             with contextlib.suppress(RuntimeError):
                 self._waiting.wait([key], limit)
             return
         deadline_s = time.monotonic() + timeout_s
         while self.look(key) is None and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+            time.sleep(deadlines.STORE_LOOK_S)
 
     def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:
         """Rank 0's part of ``decide``: read all payloads, decide, write all answers."""
@@ -302,9 +299,9 @@ def _session_over(store: Store, rank: int) -> str:
     if rank == 0:
         store.set("ecckpt/session", secrets.token_hex(_NONCE_BYTES))
     try:
-        store.wait(["ecckpt/session"], timedelta(seconds=_SESSION_TIMEOUT_S))
+        store.wait(["ecckpt/session"], timedelta(seconds=deadlines.SESSION_S))
     except RuntimeError as error:
-        raise RankTimeout("the session", [0], timeout_s=_SESSION_TIMEOUT_S) from error
+        raise RankTimeout("the session", [0], timeout_s=deadlines.SESSION_S) from error
     return store.get("ecckpt/session").decode()
 
 

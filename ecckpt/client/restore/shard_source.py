@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,6 @@ from ecckpt.client.effects import (
     Start,
     Task,
     call_own,
-    forever,
     perform,
     sleep,
     traced,
@@ -86,7 +86,7 @@ class ShardSource:
         if self._ahead is not None:
             # A rank that is told to load this copy meets its error again.
             with contextlib.suppress(Exception):
-                yield from perform(Join(self._ahead[1], forever()))
+                yield from perform(Join(self._ahead[1], math.inf))
 
     def known_timeline(self, prepare: Wanted | None) -> Routine[int]:
         """The newest timeline that this node's agent has seen; 0 if it does not answer at once.
@@ -194,7 +194,7 @@ class ShardSource:
         return (yield from call_own(FETCH, message, 0.1 * self._timeout_s))
 
     def _prove(self, slot: Slot) -> Routine[Brought]:
-        proof = ProveHome(slot, self._assign, _always)
+        proof = ProveHome(slot, self._assign, _always, deadlines.CALL_S)
         return (yield from traced("prove", slot.header.shard, perform(proof)))
 
     # -- ahead ------------------------------------------------------------------------------------
@@ -209,8 +209,9 @@ class ShardSource:
 
     def _proof_of(self, shard: ShardId) -> Routine[tuple[Slot, Brought]]:
         """Failures here are no errors: they are met again when the shard is ordered."""
-        slot = yield from call_own(SLOT, shard, deadlines.KNOWN_TIMELINE_S)
-        proof = ProveHome(slot, self._assign, lambda: self._ahead_wanted)
+        patience_s = deadlines.KNOWN_TIMELINE_S
+        slot = yield from call_own(SLOT, shard, patience_s)
+        proof = ProveHome(slot, self._assign, lambda: self._ahead_wanted, patience_s)
         return slot, (yield from traced("prove", shard, perform(proof)))
 
     def _take_ahead(self, slot: Slot) -> Routine[Brought | None]:

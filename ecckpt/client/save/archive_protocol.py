@@ -14,11 +14,12 @@ in memory, stay as they were. Only ``close()`` waits for this.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import CallAgent, Now, Report, Routine, forever, perform, until
+from ecckpt.client.effects import CallAgent, Compute, Now, Report, Routine, perform, until
 from ecckpt.client.events import Message
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
@@ -157,7 +158,7 @@ class Archivist:
     def run(self) -> Routine[None]:
         """Store what becomes due, until the client closes and nothing is due any more."""
         while True:
-            yield from until(lambda: self.due is not None or self._is_closing(), forever())
+            yield from until(lambda: self.due is not None or self._is_closing(), math.inf)
             if self.due is None:
                 self.is_done = True
                 return
@@ -189,7 +190,7 @@ class Archivist:
             if not going.unfinished(self._nodes) and not going.disks:
                 yield from self._give_up_disks(going)
                 return
-            short = ranks_short(going.pieces, ranks=self._disks.ranks, least=self._disks.least)
+            short = yield from perform(Compute(lambda: self._ranks_short(going)))
             now_s = yield from perform(Now())
             if self._is_over(going, now_s, short=bool(short), moved=moved):
                 break
@@ -199,6 +200,9 @@ class Archivist:
             self._given_up.append(generation)
         else:
             yield from self._retain(generation)
+
+    def _ranks_short(self, going: _Round) -> tuple[int, ...]:
+        return ranks_short(going.pieces, ranks=self._disks.ranks, least=self._disks.least)
 
     def _pause(self, took_s: float) -> Routine[None]:
         wait_s = min(deadlines.ROUND_MOST_S, max(deadlines.ROUND_LEAST_S, 0.2 * took_s))

@@ -28,7 +28,7 @@ from ecckpt.client.effects import (
     traced,
     until,
 )
-from ecckpt.client.events import Message, SaveFailure, SaveStaged
+from ecckpt.client.events import Message, SaveFailure
 from ecckpt.client.handles import SaveHandle
 from ecckpt.client.save.commit_protocol import CommitProtocol, StagedSave
 from ecckpt.client.save.replica_check import ReplicaCheck
@@ -163,7 +163,6 @@ class Saver:
         handle.mark_staged((yield from perform(Now())))
         self._snapshot = snapshot
         self._under_way.append(handle)
-        yield from perform(Report(SaveStaged(shard)))
         protect = self._requests.protection(shard, self._given_up)
         claim = snapshot.claim
         save = StagedSave(

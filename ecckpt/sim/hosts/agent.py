@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import (
     Allocate,
     Announce,
@@ -63,8 +64,6 @@ from ecckpt.sim.world import Actor, Steps
 if TYPE_CHECKING:
     from ecckpt.agent.storage.regions import Region
 
-_POST_TIMEOUT_S = 5.0
-_ASK_TIMEOUT_S = 2.0
 # How long the real agent's threads would take, about.
 _ENCODE_S = 0.002
 _ALLOCATE_S = 0.001
@@ -200,7 +199,7 @@ class SimulatedAgent(Actor):
     def _post(self, action: Post | Announce) -> Steps:
         try:
             target = self.host.peers[action.address]
-            yield target.ask(self.node, action.message, _POST_TIMEOUT_S)
+            yield target.ask(self.node, action.message, deadlines.POST_TIMEOUT_S)
         except EcckptError as error:
             self.tell(Failed(action, error))
         else:
@@ -210,7 +209,7 @@ class SimulatedAgent(Actor):
         target = self.host.peers[action.sight.address]
         handle = answering(lambda agent: agent.core.presence(action.message))
         try:
-            presence = yield target.call(self.node, handle, _ASK_TIMEOUT_S)
+            presence = yield target.call(self.node, handle, deadlines.PROBE_TIMEOUT_S)
         except EcckptError as error:
             self.tell(Failed(action, error))
         else:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import Behind, Event, Failed, Finished, Record, Remove, Write
 from ecckpt.agent.runtime.disk_store import Disk
 from ecckpt.errors import EcckptError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
 
 _ACTION_S = 0.01
-_ADOPT_PATIENCE_S = 5.0  # a starting agent waits no longer than this for its disk
 _MOST_STEPS = 12  # more than any action has, so that a kill can also come after the last step
 
 
@@ -56,7 +56,7 @@ class DiskHand:
         Otherwise the agent starts without them and takes them over when they are read.
         """
         delay_s = self._delay_s()
-        if delay_s < _ADOPT_PATIENCE_S:
+        if delay_s < deadlines.DISK_SCAN_PATIENCE_S:
             self._adopt()
             return
         self._adopting_late = True

@@ -23,7 +23,7 @@ import ecckpt
 from ecckpt import errors
 from ecckpt.agent import deadlines
 from ecckpt.agent.runtime.service import AgentService
-from ecckpt.client.cluster import join as joining
+from ecckpt.client import deadlines as client_deadlines
 from ecckpt.client.cluster import local_agent as agents
 from ecckpt.client.cluster import rendezvous
 from ecckpt.client.config import NodeConfig
@@ -234,7 +234,7 @@ def test_ranges_come_from_who_lags_where_nobody_else_has_them() -> None:
 
 
 def test_ranks_wait_for_a_session_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_SESSION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client_deadlines, "SESSION_S", 0.2)
     with pytest.raises(errors.RankTimeout, match="session"):
         rendezvous.meet(dist.HashStore(), rank=1, world_size=2)
 
@@ -242,7 +242,7 @@ def test_ranks_wait_for_a_session_only_so_long(monkeypatch: pytest.MonkeyPatch) 
 def test_ranks_wait_for_each_other_to_join_only_so_long(
     cluster1: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_JOIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client_deadlines, "JOIN_S", 0.5)
     with pytest.raises(errors.RankTimeout, match=r"join.*\b1\b"):
         ecckpt.Checkpointer(
             "test", root=cluster1.root("n0"), store=dist.HashStore(), rank=0, world_size=2
@@ -252,7 +252,7 @@ def test_ranks_wait_for_each_other_to_join_only_so_long(
 def test_a_new_agent_is_waited_for_only_so_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "_START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_deadlines, "START_AGENT_S", 0.3)
     process = agents.start(
         NodeConfig(root=tmp_path, node="n0", domain="n0", listen="127.0.0.1:0", token_file=None)
     )

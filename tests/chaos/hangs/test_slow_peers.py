@@ -1,4 +1,4 @@
-"""Peers that take their time are let go, and keep the agent from nobody else."""
+"""The agent drops peers that read too slowly, and goes on serving the others meanwhile."""
 
 from __future__ import annotations
 

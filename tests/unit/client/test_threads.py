@@ -234,7 +234,7 @@ def test_reports_go_to_the_log(performer, caplog):
         performer.run(one(Report(event)))
     assert [record.getMessage() for record in caplog.records] == [
         "look here",
-        "the save of step 10 failed: no room",
+        "step 10 was not saved: no room",
     ]
 
 

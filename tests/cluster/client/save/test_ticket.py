@@ -1,4 +1,4 @@
-"""Tickets: what a save by somebody else than the Checkpointer does at the agents."""
+"""Tickets: a program other than the Checkpointer saves through the agents."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_protecting_waits_for_the_redundancy_and_leaves_its_spans():
     assert [each.message.known_state for each in holder.calls(WATCH)] == ["encoding", "scattering"]
     assert holder.verbs() == ["protect", "watch", "watch", "spans"]
     assert holder.calls(SPANS)[0].message.spans == (span,)
-    holder.answers[SPANS] = GONE  # a look that is missing hurts nobody
+    holder.answers[SPANS] = GONE  # the save does not need the copies' spans
     states = iter(["protected"])
     assert holder.run(holder.ticket.protect()).held == 3
 

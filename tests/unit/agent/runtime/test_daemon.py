@@ -8,10 +8,12 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from ecckpt.agent.runtime import daemon
 from ecckpt.client.cluster.local_agent import await_agent, local_client, start
 from ecckpt.client.config import NodeConfig
 from ecckpt.errors import RequestRefused
@@ -126,6 +128,16 @@ def test_a_token_is_asked_for_over_tcp(tmp_path: Path) -> None:
         for path in sorted(root.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         root.rmdir()
+
+
+def test_a_new_agent_waits_for_the_lock_of_one_that_is_ending(tmp_path: Path) -> None:
+    ending = daemon._lock(tmp_path)
+    release = threading.Timer(0.1, os.close, [ending])
+    release.start()
+    lock = daemon._lock(tmp_path)
+    release.join()
+    assert (tmp_path / "agent.lock").read_text() == f"{os.getpid()}\n"
+    os.close(lock)
 
 
 def test_one_agent_per_folder(cluster1: LocalCluster) -> None:

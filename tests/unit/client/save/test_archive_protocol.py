@@ -1,10 +1,10 @@
-"""Rank 0 and the disks: what is stored, what is given up, and that nobody waits for it."""
+"""Rank 0 stores generations on the nodes' disks, gives some up, and delays no save by it."""
 
 import logging
 from dataclasses import dataclass, field
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import CallAgent, Until
+from ecckpt.client.effects import CallAgent, Compute, Until
 from ecckpt.client.save.archive_protocol import Archivist, Disks
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.format.fragment_file import HOME
@@ -111,6 +111,11 @@ def test_when_every_shard_is_on_enough_disks_all_are_told():
     assert told(peers) == [(GEN,)]
     assert {each.retained[0].writer for each in peers.values()} == {3}
     assert {each.asked[0] for each in peers.values()} == {Store("test", GEN, 7, ())}
+
+
+def test_the_fragments_of_all_ranks_are_counted_outside_the_clients_lock():
+    client = run(whole(), GEN)
+    assert any(isinstance(each, Compute) for each in client.done)
 
 
 def test_a_shard_that_lacks_one_fragment_is_not_stored_and_is_discarded_later():

@@ -1,4 +1,4 @@
-"""Saves on their way: all ranks commit or none does, whoever fails, is late or dies."""
+"""All ranks commit a save or none does, also if a rank fails, is late or dies."""
 
 from __future__ import annotations
 

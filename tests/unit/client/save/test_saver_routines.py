@@ -18,7 +18,7 @@ from ecckpt.client.effects import (
     TraceSpan,
     Until,
 )
-from ecckpt.client.events import SaveCommitted, SaveFailure, SaveStaged
+from ecckpt.client.events import SaveCommitted, SaveFailure
 from ecckpt.client.handles import SaveHandle
 from ecckpt.client.rank_session import RankSession
 from ecckpt.client.state_effects import CopyState, PlanState
@@ -126,7 +126,7 @@ def test_a_save_with_a_slot_reserved_ahead_asks_nobody_before_it_returns():
     running = rank.begin(rank.session.save(2, "state", 0.05))
     while not running.ended:
         running.step()
-    head = ["PlanState", "SlotExists", "CopyState", "SaveStaged", "queue follow"]
+    head = ["PlanState", "SlotExists", "CopyState", "queue follow"]
     assert rank.steps() == head
     handle = running.result()
     assert (handle.staged, handle.done, handle.shard_bytes) == (True, False, 10_000)
@@ -440,7 +440,7 @@ def test_events_of_a_save_are_reported_once():
     rank = Rank()
     rank.saved(1)
     events = [type(event) for event in rank.events]
-    assert events == [SaveStaged, SaveCommitted]
+    assert events == [SaveCommitted]
     rank.on[CopyState] = SaveFailed("no")
     rank.save(2)
-    assert [type(event) for event in rank.events][2:] == [SaveFailure]
+    assert [type(event) for event in rank.events][1:] == [SaveFailure]

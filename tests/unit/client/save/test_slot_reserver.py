@@ -1,4 +1,4 @@
-"""Slots ahead of their save: whoever has one asks nobody, and no hung agent holds a save up."""
+"""A client reserves the slot of its next save ahead, so that no hung agent delays the save."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_an_agent_that_came_back_unnoticed_is_waited_for():
 
 def test_with_a_deadline_there_is_no_slot_by_then_and_one_for_who_comes_next():
     client = Client()
-    client.is_alive = client.may_answer = False  # nobody looks
+    client.is_alive = client.may_answer = False  # no call would be answered
     assert client.take(wish(), client.now_s + 0.1) is None
     assert client.reserver.waits_for == "waiting for this node's agent to make it"
     assert client.take(wish(), client.now_s) is None
@@ -330,7 +330,7 @@ def test_a_slot_of_an_agent_that_was_restarted_is_not_used(
 
 
 def test_the_next_writer_takes_the_slot_of_a_dead_one_away(cluster1: LocalCluster) -> None:
-    """What a trainer had reserved, and what it had put there, is nobody's when it is gone."""
+    """The agent frees a dead trainer's slot at the next reserve, and staged bytes at a fence."""
     client = cluster1.client("n0")
     regions = cluster1.root("n0") / "regions"
     wished = replace(wish(), header=replace(wish().header, home="n0"))
