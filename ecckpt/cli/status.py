@@ -96,18 +96,26 @@ def _print_disk(facts: dict[str, Any]) -> None:
 
 def _plan_restore(arguments: argparse.Namespace) -> int:
     from ecckpt.format.header_columns import Headers
-    from ecckpt.policy.survival import plan_recovery
+    from ecckpt.policy.survival import Inventory, plan_recovery
     from ecckpt.protocol.agent_client import AgentClient
+    from ecckpt.protocol.fan_out import call_each
 
     token = read_token(arguments.token_file)
-    inventories = []
-    for address in arguments.agents:
+
+    def ask(address: str) -> Inventory | AgentUnreachable:
         try:
-            inventories.append(AgentClient(address, token).call(INVENTORY, arguments.run))
+            return AgentClient(address, token).call(INVENTORY, arguments.run)
         except AgentUnreachable as error:  # a lost node: the plan is made with the others
             if len(arguments.agents) == 1:
                 raise
-            print(f"no answer: {error}", file=sys.stderr)
+            return error
+
+    inventories = []
+    for answer in call_each(arguments.agents, ask):
+        if isinstance(answer, AgentUnreachable):
+            print(f"no answer: {answer}", file=sys.stderr)
+        else:
+            inventories.append(answer)
     left = [inventory for inventory in inventories if inventory.node not in arguments.without]
     if arguments.without_memory:
         left = [replace(inventory, headers=Headers.from_headers(())) for inventory in left]

@@ -58,13 +58,12 @@ from ecckpt.client.state_effects import SlotExists
 from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.memory.mapping import address_space_is_limited
 from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.fan_out import PARALLEL_CALLS, call_each
 from ecckpt.protocol.tracing import Tracer, moment
 
 _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-
-_PARALLEL_CALLS = 32  # of one client: agents that are asked at once
 
 
 class ThreadPerformer:
@@ -139,7 +138,7 @@ class ThreadPerformer:
     @contextlib.contextmanager
     def calls_in_parallel(self) -> Iterator[None]:
         """Keep the threads that ask all agents from one effect of the caller to the next."""
-        with ThreadPoolExecutor(_PARALLEL_CALLS, thread_name_prefix="ask") as pool:
+        with ThreadPoolExecutor(PARALLEL_CALLS, thread_name_prefix="ask") as pool:
             self._pool = threading.get_ident(), pool
             try:
                 yield
@@ -188,9 +187,7 @@ class ThreadPerformer:
         try:
             if kept is not None and kept[0] == threading.get_ident():
                 return dict(zip(nodes, kept[1].map(ask, nodes), strict=True))
-            threads = min(_PARALLEL_CALLS, len(nodes) or 1)
-            with ThreadPoolExecutor(threads, thread_name_prefix="ask") as pool:
-                return dict(zip(nodes, pool.map(ask, nodes), strict=True))
+            return dict(zip(nodes, call_each(nodes, ask), strict=True))
         except RuntimeError as error:  # a program that ends can start no threads
             raise OSError(f"the agents were not asked: {error}") from error
 

@@ -38,7 +38,7 @@ from ecckpt.sim.truth.loads import LoadedPart
 from ecckpt.sim.world import Steps, sleep
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
     from ecckpt.protocol.agent_client import AgentClient
 
 _COPY_S = 0.5  # the most that a copy takes

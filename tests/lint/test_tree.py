@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +33,26 @@ def test_no_test_module_imports_another() -> None:
                 if any(name.split(".")[-1].startswith("test_") for name in names):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found
+
+
+def test_no_circle_of_imports_in_the_package() -> None:
+    """Imports for types alone and inside functions count too. The error names the circle."""
+    modules = {_module_of(path): path for path in (ROOT / "ecckpt").rglob("*.py")}
+    graph = {name: _imports_of(path, set(modules)) - {name} for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > len(graph)
+    TopologicalSorter(graph).prepare()
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports_of(path: Path, modules: set[str]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{each.name}" for each in node.names)
+            found |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & modules

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ecckpt.agent.core import actions as act
 from ecckpt.agent.core.core import Core
-from ecckpt.agent.storage.regions import Region
+from ecckpt.agent.storage.region import Region
 from ecckpt.format.fragment_file import pack_table
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Commit, Held, Hold, Protect, Reserve, Stage, Target

@@ -27,7 +27,7 @@ from ecckpt.protocol.messages.save import Commit, Held, Hold, Prefetch, Protect,
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 # -- small actions --------------------------------------------------------------------------------
 # The driver performs them under the core's lock, in order, before the next event. So the core's

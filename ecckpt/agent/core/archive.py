@@ -24,15 +24,13 @@ from typing import TYPE_CHECKING
 from ecckpt.agent.core.actions import Action, Reply, Warn, Write
 from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
-from ecckpt.agent.core.tasks import Storing
+from ecckpt.agent.core.tasks import TAKEN_BACK, Storing
 from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
 from ecckpt.protocol.messages.disk import Piece, Retain, Store, Stored
 from ecckpt.protocol.messages.node import Done
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
-
-TAKEN_BACK = "memory was needed for a newer save (a larger memory_bytes would keep it longer)"
 
 _PROBLEMS = 8  # kept for each generation
 

@@ -32,7 +32,7 @@ from ecckpt.protocol.messages.restore import Fetch, Fetched
 from ecckpt.protocol.messages.save import Slot
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 # Each fetch occupies one of the 64 server threads (runtime/daemon.py) until it ends. The other half
 # is left for peers: two nodes that fetch from each other would otherwise wait for each other.

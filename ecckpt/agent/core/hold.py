@@ -37,7 +37,7 @@ from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Held, Hold, Prefetch
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 PULLS = 4  # at a time
 _QUEUE_LIMIT = 4096

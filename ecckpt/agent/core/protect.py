@@ -50,7 +50,7 @@ from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Held, Hold, Prefetch, Progress, Protect
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 # Once enough fragments are held, the other holders get this many times the time it took.
 _GRACE_FACTOR = 3.0

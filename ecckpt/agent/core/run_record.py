@@ -42,7 +42,7 @@ from ecckpt.protocol.messages.repair import Guard
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

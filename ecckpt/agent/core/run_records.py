@@ -26,9 +26,9 @@ from ecckpt.format.ids import Generation, ShardId, check_name
 from ecckpt.policy.survival import UNREADABLE_DISK
 
 if TYPE_CHECKING:
-    from ecckpt.agent.runtime.disk_store import DiskInventory
+    from ecckpt.agent.core.tasks import DiskInventory
     from ecckpt.agent.storage.disk import DiskFile
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 # Key in ``rejected`` while the disk is being read.
 _READING = "disk, for now"

@@ -3,6 +3,7 @@
 Each kind belongs to one part of the core: ``Job`` to protect.py, ``Taking`` to hold.py and
 prefetch.py, ``Fetching`` to fetch.py, ``Storing`` to archive.py, ``Scrubbing`` to scrub.py. Actions
 carry the task that they are for, so that their ends find it again.
+``DiskInventory`` is what the disk's thread brings back.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.protocol.messages.disk import Store
 from ecckpt.protocol.messages.restore import Fetch
 from ecckpt.protocol.messages.save import Hold, Prefetch, Protect
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
     from ecckpt.format.block_ranges import Flags
     from ecckpt.format.ids import ShardId
+
+# Why a write to disk ended early: its region went back to a save.
+TAKEN_BACK = "memory was needed for a newer save (a larger memory_bytes would keep it longer)"
 
 
 class JobState(StrEnum):
@@ -142,3 +146,12 @@ class Scrubbing:
     """One endless scrub of the disk; ``waiting`` are the files left of the current round."""
 
     waiting: deque[DiskFile] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskInventory:
+    """What an earlier process left on disk: notes by run, files, and rejected files."""
+
+    notes: dict[str, RunNotes] = field(default_factory=dict)
+    files: list[DiskFile] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)

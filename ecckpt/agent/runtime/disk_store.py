@@ -11,13 +11,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ecckpt.agent.core.actions import Remove, Write
-from ecckpt.agent.core.archive import TAKEN_BACK
 from ecckpt.agent.core.run_record import Entry, RunNotes
-from ecckpt.agent.core.tasks import Storing
+from ecckpt.agent.core.tasks import TAKEN_BACK, DiskInventory, Storing
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.agent.runtime.shard_bytes import bad_blocks
 from ecckpt.agent.runtime.verify import windows
@@ -32,15 +30,6 @@ _log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20
 _NICE = 10
 _STATE_LIMIT_BYTES = 1 << 20  # as in region_store.py
-
-
-@dataclass(frozen=True, slots=True)
-class DiskInventory:
-    """What an earlier process left on disk: notes by run, files, and rejected files."""
-
-    notes: dict[str, RunNotes] = field(default_factory=dict)
-    files: list[DiskFile] = field(default_factory=list)
-    rejected: dict[str, str] = field(default_factory=dict)
 
 
 class Disk:

@@ -60,8 +60,8 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.hold import PULLS
 from ecckpt.agent.core.prefetch import PREFETCHES
-from ecckpt.agent.core.tasks import Fetching, Job, Taking
-from ecckpt.agent.runtime.disk_store import Disk, DiskInventory, lower_priority
+from ecckpt.agent.core.tasks import DiskInventory, Fetching, Job, Taking
+from ecckpt.agent.runtime.disk_store import Disk, lower_priority
 from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
 from ecckpt.agent.runtime.region_store import RegionStore

@@ -14,7 +14,8 @@ from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.agent.storage.memory_tier import MemoryTier
-from ecckpt.agent.storage.regions import Region, Tmpfs, TmpfsFiles
+from ecckpt.agent.storage.region import Region
+from ecckpt.agent.storage.regions import Tmpfs, TmpfsFiles
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, parse_superblock, parse_table
 

@@ -14,7 +14,7 @@ from ecckpt.coding.reed_solomon import Codec
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 
 def data_views(header: Header, region: Region) -> list[memoryview]:

@@ -20,7 +20,7 @@ from ecckpt.agent import deadlines
 from ecckpt.memory.mapping import HUGE_PAGE_BYTES, make_huge
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 # Seconds asleep for each second of work, because training needs the memory too.
 _REST = 1.0

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ecckpt.agent.storage.budget import Accounts
-from ecckpt.agent.storage.regions import Region, Tmpfs, TmpfsFiles, void, whole_pages
+from ecckpt.agent.storage.region import Region
+from ecckpt.agent.storage.regions import Tmpfs, TmpfsFiles, void, whole_pages
 from ecckpt.errors import NotMapped, TmpfsFull
 
 

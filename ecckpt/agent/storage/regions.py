@@ -1,7 +1,6 @@
-"""Regions: files of a tmpfs, allocated up front and mapped; what the memory tier asks of a tmpfs.
+"""What the memory tier asks of a tmpfs: regions, allocated up front and mapped.
 
-A *region* is one file under ``<root>/regions``. Its name never changes; its superblock says what it
-holds now. ``Tmpfs`` is the interface to the file system, as ``Volume`` is for disks, so that the
+``Tmpfs`` is the interface to the file system, as ``Volume`` is for disks, so that the
 simulator runs the real memory tier on simulated memory. Used by memory_tier.py.
 """
 
@@ -14,11 +13,11 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from ecckpt.agent.storage.hugepages import HugePages
+from ecckpt.agent.storage.region import Region
 from ecckpt.agent.storage.volume import FileSystem, Volume
 from ecckpt.errors import TmpfsFull
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
@@ -28,29 +27,6 @@ _ZEROS = bytes(1 << 20)
 _USE_BITS = 62
 # The sticky bit has no effect on a regular file. It tells the next agent that a region is assigned.
 _ASSIGNED_MODE = stat.S_IRUSR | stat.S_IWUSR | stat.S_ISVTX
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
-class Region:
-    """One file of the tier, mapped as long as the object lives.
-
-    ``use`` is drawn anew each time that the region is allocated, also by later processes: a trainer
-    that has mapped the region compares it to learn whether the content is still the one it knew.
-    The tensors of some process lie in an ``assigned`` region: it is never written to again, and
-    never recycled.
-    """
-
-    path: Path
-    size_bytes: int
-    view: memoryview = field(repr=False)
-    _: KW_ONLY
-    use: int = 0
-    assigned: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the region, which never changes."""
-        return self.path.stem
 
 
 class Tmpfs(Volume, Protocol):

@@ -10,6 +10,7 @@ from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.fan_out import call_each
 from ecckpt.protocol.messages.restore import Forget
 from ecckpt.protocol.verbs import FORGET, INVENTORY
 
@@ -46,25 +47,25 @@ def holdings(run: str, agents: Sequence[AgentClient]) -> tuple[list[Holding], in
     Returns:
         The holdings in the order of ``agents``, and the newest timeline that any of them knows.
     """
-    results, newest = [], 0
-    for agent in agents:
-        try:
-            inventory = agent.call(INVENTORY, run)
-        except (EcckptError, OSError) as error:
-            results.append(
-                Holding(
-                    node=agent.address,
-                    memory_bytes=0,
-                    disk_bytes=0,
-                    newest=None,
-                    saved_unix_s=0,
-                    problem=str(error),
-                )
-            )
-        else:
-            results.append(_holding(inventory))
-            newest = max(newest, inventory.fence)
-    return results, newest
+    answers = call_each(agents, lambda agent: _holding_at(agent, run))
+    return [holding for holding, _ in answers], max((fence for _, fence in answers), default=0)
+
+
+def _holding_at(agent: AgentClient, run: str) -> tuple[Holding, int]:
+    """Return what an agent has, and the newest timeline that it knows."""
+    try:
+        inventory = agent.call(INVENTORY, run)
+    except (EcckptError, OSError) as error:
+        silent = Holding(
+            node=agent.address,
+            memory_bytes=0,
+            disk_bytes=0,
+            newest=None,
+            saved_unix_s=0,
+            problem=str(error),
+        )
+        return silent, 0
+    return _holding(inventory), inventory.fence
 
 
 def forget_run(run: str, agents: Sequence[AgentClient]) -> list[Holding]:
@@ -81,9 +82,8 @@ def forget_run(run: str, agents: Sequence[AgentClient]) -> list[Holding]:
     """
     before, newest = holdings(run, agents)
     message = Forget(run, newest + 1, secrets.token_hex(8))
-    return [
-        _forgotten(holding, agent, message) for holding, agent in zip(before, agents, strict=True)
-    ]
+    both = list(zip(before, agents, strict=True))
+    return call_each(both, lambda each: _forgotten(*each, message))
 
 
 def _forgotten(before: Holding, agent: AgentClient, message: Forget) -> Holding:

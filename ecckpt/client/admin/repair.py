@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ecckpt.client.restore.protocol import Way, as_told, way_home
@@ -28,6 +27,7 @@ from ecckpt.policy.survival import (
     plan_recovery,
 )
 from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.fan_out import call_each
 from ecckpt.protocol.messages.node import NodeInfo
 from ecckpt.protocol.messages.repair import Repair
 from ecckpt.protocol.verbs import INVENTORY, REPAIR
@@ -88,7 +88,8 @@ def repair_run(
         AgentUnreachable: an agent does not answer. The repair would make a second copy of its
             fragments on other nodes.
     """
-    nodes = {info.node: (info, agent) for agent in agents for info in [agent.node()]}
+    infos = call_each(agents, AgentClient.node)
+    nodes = {info.node: (info, agent) for info, agent in zip(infos, agents, strict=True)}
     clients = {node: agent for node, (_, agent) in nodes.items()}
     plan = plan_recovery(run, _inventories(run, clients))
     chosen = plan.chosen
@@ -148,12 +149,11 @@ def _send_repairs(
         except (EcckptError, OSError) as error:
             done.problems.append(str(error))
 
-    with ThreadPoolExecutor(_PARALLEL_REPAIRS, thread_name_prefix="repair") as pool:
-        list(pool.map(send_repair, ways))
+    call_each(ways, send_repair, parallel=_PARALLEL_REPAIRS)
 
 
 def _inventories(run: str, clients: Mapping[str, AgentClient]) -> list[Inventory]:
-    return [client.call(INVENTORY, run) for client in clients.values()]
+    return call_each(list(clients.values()), lambda client: client.call(INVENTORY, run))
 
 
 def _placement(chosen: GenerationReport, infos: Mapping[str, NodeInfo]) -> Placement:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ecckpt.errors import AgentUnreachable, EcckptError, NotHeld
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.fan_out import call_each
 from ecckpt.protocol.messages.disk import Verify
 from ecckpt.protocol.verbs import INVENTORY, VERIFY
 
 _READ_BYTES_PER_S = 20e6  # a slow disk that other programs use as well; sets request timeouts
+_PARALLEL_NODES = 64  # a request lasts as long as a node reads a file: more than ask for a moment
 
 
 # The names of the fields are keys of `ecckpt verify --json`.
@@ -47,8 +48,9 @@ def verify_run(run: str, agents: Sequence[AgentClient], *, bytes_per_s: int = 0)
         A result per agent, in order. A file that an agent drops meanwhile, because a newer
         generation was committed, is not a fault.
     """
-    with ThreadPoolExecutor(min(64, len(agents)), thread_name_prefix="verify") as pool:
-        return list(pool.map(lambda agent: _verify_node(run, agent, bytes_per_s), agents))
+    return call_each(
+        agents, lambda agent: _verify_node(run, agent, bytes_per_s), parallel=_PARALLEL_NODES
+    )
 
 
 def _verify_node(run: str, agent: AgentClient, bytes_per_s: int) -> Checked:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from ecckpt.errors import (
 from ecckpt.format.ids import Generation, check_name
 from ecckpt.policy.survival import GenerationReport, Inventory, plan_recovery, sources_of
 from ecckpt.protocol.agent_client import AgentClient
+from ecckpt.protocol.fan_out import call_each
 from ecckpt.protocol.verbs import INVENTORY
 from ecckpt.state.file.catalog import CatalogPiece, CatalogTensor, build_catalog
 from ecckpt.state.file.header import ShardHeader, header_bytes, parse_header
@@ -282,8 +282,7 @@ def _inventories(
         except AgentUnreachable as error:
             return error
 
-    with ThreadPoolExecutor(min(32, len(clients)), thread_name_prefix="open") as pool:
-        answers = list(pool.map(ask, clients))
+    answers = call_each(clients, ask)
     found, silent = {}, {}
     for client, answer in zip(clients, answers, strict=True):
         if isinstance(answer, Inventory):

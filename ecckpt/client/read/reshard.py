@@ -7,17 +7,15 @@ what lies where; the values; and the boxes that make up its parts of the global 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ecckpt.client.read.shard_reader import Peers, ShardReader
 from ecckpt.policy.survival import ShardSources
+from ecckpt.protocol.fan_out import PARALLEL_HEADERS, call_each
 from ecckpt.state.file.shard import Shard
 from ecckpt.state.reshard.reshape import Place, reshape
 from ecckpt.state.reshard.saved_shard import SavedShard
-
-_PARALLEL_HEADERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,7 @@ def reshape_from(
     Changes nothing in ``state``. Raises ``StateMismatch`` for what cannot be handed over, and what
     ``ShardReader`` and ``SavedShard`` raise for bytes that cannot be had or proven.
     """
-    with ThreadPoolExecutor(_PARALLEL_HEADERS, thread_name_prefix="index") as pool:
-        opened = list(pool.map(lambda each: _open(each, peers), sources))
+    opened = call_each(sources, lambda each: _open(each, peers), parallel=PARALLEL_HEADERS)
     readers = [reader for reader, _ in opened]
     place = Place(rank=rank, world_size=ranks, saved_by=len(sources))
     shard, reseeded = reshape(state, place, [saved for _, saved in opened])

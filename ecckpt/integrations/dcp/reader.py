@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,7 @@ from ecckpt.client.restore.found import FoundGeneration
 from ecckpt.errors import InvalidConfig, NothingToRestore, StateMismatch
 from ecckpt.integrations.dcp.plan_shard import Contents, check_id, read_contents
 from ecckpt.memory.gc_pause import collector_paused
+from ecckpt.protocol.fan_out import PARALLEL_HEADERS, call_each
 from ecckpt.state.paths import Path, describe
 from ecckpt.state.reshard.saved_shard import SavedShard
 from ecckpt.state.tensors.boxes import Common
@@ -40,7 +40,6 @@ from ecckpt.state.tree.resolving import resolve
 
 _log = logging.getLogger(__name__)
 
-_PARALLEL_HEADERS = 8  # headers of shards read at once: a round trip each, few bytes
 _NAMES_SHOWN = 8  # a warning lists at most so many names
 
 
@@ -157,11 +156,14 @@ class Reader(StorageReader):
             raise NothingToRestore(self._run, {}, hint="look at Reader.step before dcp.load")
         self._extend_deadline()
         peers = self._found.peers
-        with ThreadPoolExecutor(_PARALLEL_HEADERS, thread_name_prefix="index") as pool:
-            readers = list(pool.map(lambda shard: ShardReader(shard, peers), self._found.shards))
-            self._saved = list(pool.map(SavedShard, readers))
-            trees = list(pool.map(lambda saved: saved.values().tree(), self._saved))
-        return read_contents(trees)
+        self._saved = call_each(
+            self._found.shards,
+            lambda shard: SavedShard(ShardReader(shard, peers)),
+            parallel=PARALLEL_HEADERS,
+        )
+        return read_contents(
+            call_each(self._saved, lambda saved: saved.values().tree(), parallel=PARALLEL_HEADERS)
+        )
 
     def _extend_deadline(self) -> None:
         # The timeout bounds one call of DCP: the time between its calls is the program's own.

@@ -57,12 +57,12 @@ from ecckpt.format.block_ranges import span_of, spans
 from ecckpt.protocol.messages.save import Watch
 from ecckpt.sim.hosts.disk_hand import DiskHand
 from ecckpt.sim.hosts.interfaces import AgentHost
-from ecckpt.sim.hosts.memory import WitnessedRegionStore
 from ecckpt.sim.hosts.network import Answer, answering
+from ecckpt.sim.hosts.witnessed_regions import WitnessedRegionStore
 from ecckpt.sim.world import Actor, Steps
 
 if TYPE_CHECKING:
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
 
 # How long the real agent's threads would take, about.
 _ENCODE_S = 0.002

@@ -13,9 +13,9 @@ from ecckpt.agent.core.actions import Begun
 from ecckpt.policy.survival import UNREADABLE_DISK
 from ecckpt.sim.hosts.agent import SimulatedAgent
 from ecckpt.sim.hosts.interfaces import FragmentPuller, Witness
-from ecckpt.sim.hosts.memory import SimulatedTmpfs
 from ecckpt.sim.hosts.network import Answer, SimulatedNetwork
 from ecckpt.sim.hosts.platter import Platter
+from ecckpt.sim.hosts.tmpfs import SimulatedTmpfs
 from ecckpt.sim.world import Wait, World
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ecckpt.sim.hosts.memory import SimulatedTmpfs
 from ecckpt.sim.hosts.network import Answer
 from ecckpt.sim.hosts.platter import Platter
+from ecckpt.sim.hosts.tmpfs import SimulatedTmpfs
 from ecckpt.sim.world import Steps, Wait, World
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ecckpt.agent.core.run_record import Entry, RunNotes
     from ecckpt.agent.core.run_records import RunRecords
     from ecckpt.agent.storage.disk import DiskFile
-    from ecckpt.agent.storage.regions import Region
+    from ecckpt.agent.storage.region import Region
     from ecckpt.sim.hosts.interfaces import HostView
 
 

@@ -54,6 +54,7 @@ from ecckpt.client.state_effects import LoadState, SlotExists
 from ecckpt.client.state_performer import StatePerformer
 from ecckpt.client.threads import ThreadPerformer
 from ecckpt.errors import AgentUnreachable, EcckptError, Fenced, SaveFailed
+from ecckpt.protocol import fan_out
 from ecckpt.protocol.messages.save import Slot
 from ecckpt.protocol.tracing import Tracer
 from ecckpt.protocol.verbs import COMMIT, INVENTORY
@@ -290,9 +291,9 @@ def test_a_program_that_ends_asks_no_agents(performer, monkeypatch):
     def no_threads(*_: Any, **__: Any) -> Any:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr(performing.ThreadPoolExecutor, "map", no_threads)
+    monkeypatch.setattr(fan_out.ThreadPoolExecutor, "map", no_threads)
     with pytest.raises(OSError, match="the agents were not asked: cannot schedule"):
-        performer.run(one(CallAgents(COMMIT, 7, ["n0"], 4.0)))
+        performer.run(one(CallAgents(COMMIT, 7, ["n0", "n1"], 4.0)))
 
 
 def test_a_lane_that_asks_all_agents_does_not_depend_on_the_callers_threads(performer, nodes):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ecckpt.agent.core import actions as act
-from ecckpt.agent.core.archive import TAKEN_BACK
 from ecckpt.agent.core.core import Core
 from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.core.tasks import TAKEN_BACK
 from ecckpt.agent.storage.disk import DiskFile
 from ecckpt.errors import DiskFull, Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecckpt.agent.core.run_record import Entry, RunRecord
-from ecckpt.agent.storage.regions import Region
+from ecckpt.agent.storage.region import Region
 from ecckpt.errors import Fenced
 from ecckpt.format.fragment_file import HOME
 from ecckpt.policy.rollbacks import RollBack

@@ -1,4 +1,4 @@
-"""The memory of one host that is made up, under the real memory tier and the real shelf."""
+"""The made-up tmpfs of one host, under the real memory tier."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
-from ecckpt.agent.core.actions import Allocate, Discard, Recycle
-from ecckpt.agent.runtime.region_store import RegionStore
-from ecckpt.agent.storage.regions import Region
+from ecckpt.agent.storage.region import Region
 from ecckpt.errors import TmpfsFull
 from ecckpt.sim.hosts.platter import Platter
-
-if TYPE_CHECKING:
-    from ecckpt.sim.hosts.interfaces import AgentHost
 
 
 class SimulatedTmpfs(Platter):
@@ -74,23 +68,3 @@ class SimulatedTmpfs(Platter):
         """Bytes that lie there of a run, independent of what its agent counts."""
         there = (each for path, each in self.files.items() if self.runs.get(path) == run)
         return sum(each.size_bytes for each in there)
-
-
-class WitnessedRegionStore(RegionStore):
-    """The region store of a simulated agent: the witness sees what it allocates and gives up."""
-
-    def __init__(self, host: AgentHost) -> None:
-        super().__init__(Path(host.node), node=host.node, files=host.memory)
-        self._host = host
-
-    def allocate(self, action: Allocate) -> Region:
-        """As the region store does, for a run."""
-        region = super().allocate(action)
-        self._host.memory.runs[str(region.path)] = action.run
-        self._host.witness.allocated(self._host, action)
-        return region
-
-    def let_go(self, action: Recycle | Discard) -> None:
-        """As the region store does, after the witness has looked."""
-        self._host.witness.memory_freeing(self._host, action)
-        super().let_go(action)
