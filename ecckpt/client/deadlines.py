@@ -35,6 +35,8 @@ REVIVE_AGAIN_S = 1.0
 WATCH_S = 1.0
 # One wait in torch's store, which prints a warning whenever it waits in vain.
 STORE_WAIT_S = 10.0
+# Before the store is asked again whether a save is committed. No save begins meanwhile.
+ASK_STORE_AGAIN_S = 1.0
 # Before an agent that is away is told of a commit again.
 TELL_AGAIN_S = 0.25
 # Telling a node without ranks of a commit: it learns of it from the next one, too.

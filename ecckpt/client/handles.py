@@ -43,6 +43,7 @@ class SaveHandle:
         self._committed = threading.Event()
         self._done = threading.Event()
         self.left = False  # becomes True when the next save may begin
+        self.in_doubt = False  # it may be committed: the ranks' store did not tell
 
     @property
     def staged(self) -> bool:
@@ -101,6 +102,8 @@ class SaveHandle:
     @property
     def waits_for(self) -> str:
         """What the next save waits for, in words, for the text of ``SaveSkipped``."""
+        if self.in_doubt:
+            return "waiting for the ranks' store to tell whether it is committed"
         if self.done:
             return "waiting for other ranks to be done with it"
         if self.protected:

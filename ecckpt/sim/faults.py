@@ -28,6 +28,8 @@ class Faults:
         disk_rot_every_s, disk_full_every_s, disk_sick_every_s, disk_slow_every_s: a bit of a disk
             rots; a disk is full, fails at every request, or is slow, for a while.
         drift: the probability that a rank's replicated tensors differ from those of other ranks.
+        store_break: the probability, of each request to the ranks' store and each answer, that the
+            connection of that host breaks, for at most ``store_break_s``.
     """
 
     drop: float = 0.0
@@ -57,6 +59,8 @@ class Faults:
     disk_slow_every_s: float = 0.0
     disk_slow_s: float = 0.0
     drift: float = 0.0
+    store_break: float = 0.0
+    store_break_s: float = 0.0
 
     @property
     def of_disks_alone(self) -> bool:
@@ -71,6 +75,7 @@ class Faults:
             "one_way",
             "burst",
             "reboot",
+            "store_break_s",
         )
         drawn = [field.name for field in fields(self) if getattr(self, field.name)]
         on_disk = any(name.startswith("disk_") for name in drawn)
@@ -121,4 +126,6 @@ def draw(rng: Random) -> Faults:
         disk_slow_every_s=sometimes(10.0, 60.0),
         disk_slow_s=rng.uniform(1.0, 20.0),
         drift=sometimes(0.01, 0.1),
+        store_break=sometimes(0.001, 0.02),
+        store_break_s=rng.uniform(1.0, 30.0),
     )

@@ -60,6 +60,8 @@ class Session:
         self.nothing_left = False  # becomes True when a restore of the newest finds nothing
         self.timeline = 0  # set when rank 0 has planned a restore
         self.values: dict[str, bytes] = {}  # of the store
+        # By host: until when its connection to the store is broken.
+        self.broken_until_s: defaultdict[str, float] = defaultdict(float)
         self._counters: Counter[str] = Counter()
         self._payloads: dict[str, dict[int, Any]] = defaultdict(dict)  # of exchanges, by rank
         self._answers: dict[str, list[Any] | EcckptError] = {}
@@ -174,6 +176,13 @@ class Session:
     def _reach_store(self, host: SimulatedHost) -> Steps:
         waited_s = 0.0
         store_host = self._store_host
+        faults = self.network.faults
+        if faults.store_break and self.world.chance(faults.store_break):
+            self.broken_until_s[host.node] = self.world.now_s + self.world.rng.uniform(
+                0.0, faults.store_break_s
+            )
+        if self.world.now_s < self.broken_until_s[host.node]:
+            raise SaveFailed("the connection to the store is broken")
         while not (store_host.on and self.network.passes(host.node, store_host.node)):
             if waited_s >= _STORE_PATIENCE_S or not store_host.on:
                 raise SaveFailed("the store cannot be reached")

@@ -6,13 +6,19 @@ tells its own agent and its share of the nodes without ranks. A rank that gives 
 ``POISON`` from the same counter unless the count is complete, in one atomic step: so a generation
 is either committed or given up, never both.
 
+If the store does not answer, a rank that has counted does not know which. It keeps its shard and
+begins no save until the counter tells: other ranks may have committed the generation and dropped
+the one before.
+
 After commit or abort each rank adds one to ``left``; no rank begins its next save before ``left``
 equals the number of ranks. So ranks begin a save together or not at all, and a node that is asked
 to hold a fragment of it has been told that the save before is committed.
 
     staged --> protecting --> counted --> committed --> told --+
-                   |             |                             +--> left
-                   +-------------+------> given up ------------+
+                   |          |     |        ^                 |
+                   |          |     +--> in doubt              +--> left
+                   |          |              v                 |
+                   +----------+---------> given up ------------+
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from ecckpt.client import deadlines
@@ -53,6 +60,15 @@ if TYPE_CHECKING:
 
 POISON = 1 << 40
 
+
+class Giving(StrEnum):
+    """What came of giving a generation up."""
+
+    DONE = "given up"
+    LATE = "committed before"
+    UNKNOWN = "the store did not answer"
+
+
 CounterName = Literal["count", "left"]  # of shards that are protected; of ranks that are through
 
 
@@ -73,7 +89,8 @@ class StagedSave:
     Attributes:
         begin: has the shard staged and protected; its claim is compared before.
         check: compares what ``replicated`` tensors this rank says that all ranks have.
-        ended: hears how it went just before the handle does: no rank has begun its next save.
+        ended: hears how it went before the rank leaves the save: no rank has begun its next one.
+            After an error the shard is given up.
         counted: False for a shard that only has to be protected again, after a restore.
     """
 
@@ -94,10 +111,12 @@ class CommitProtocol:
     """The commits of one rank, one save after another, in ``Lane.FOLLOW``.
 
     ``closing``: set once the program is about to end; then waits for other ranks end early.
+    ``timeline``: of the saves that still matter; a doubt about older ones ends.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.closing = False
+        self.timeline = 0
         self._cluster = cluster
         self._deaf: set[str] = set()  # nodes of this rank's share that did not take the last commit
         self._past: Generation | None = None  # whose keys go once all ranks have left the next
@@ -110,6 +129,7 @@ class CommitProtocol:
         """Keep other ranks from waiting for a shard that will not come; the handle has failed."""
 
         def give_up() -> Routine[None]:
+            # This rank has not counted: the generation is never committed, whatever the store says.
             yield from self._give_up(deadline.shard)
             yield from self._leave(deadline)
 
@@ -126,18 +146,23 @@ class CommitProtocol:
         handle.mark_left()
 
     def _see_through(self, save: StagedSave) -> Routine[None]:
-        told, error = True, None
+        told, error, has_counted = True, None, False
         try:
             yield from self._protect(save)
             if save.counted:
+                has_counted = True
                 told = yield from self._commit(save)
         except Exception as failed:
             error = _known(save.shard, failed)
             if save.counted:
-                given_up = yield from self._give_up(save.shard)
+                giving = yield from self._give_up(save.shard)
+                if giving is Giving.UNKNOWN and has_counted:
+                    giving = yield from self._doubt(save, error)
+                    if giving is Giving.UNKNOWN:
+                        return
                 # A complete count stays: other ranks may yet read it. The save is committed then,
                 # unless the run was taken over, which leaves this rank nothing to say about it.
-                if not given_up and not isinstance(failed, Fenced):
+                if giving is Giving.LATE and not isinstance(failed, Fenced):
                     told, error = False, None
         error = yield from self._end(save, error)
         if save.counted:
@@ -181,33 +206,58 @@ class CommitProtocol:
         key = key_of("count", shard.generation)
         _require_counting(shard, (yield from perform(StoreAdd(key, 0))))
 
-    def _give_up(self, shard: ShardId) -> Routine[bool]:
-        """Whether the generation can no longer be committed: False if it is committed."""
+    def _give_up(self, shard: ShardId) -> Routine[Giving]:
+        """Keep the generation from being committed, unless it is."""
         key, ranks = key_of("count", shard.generation), self._cluster.ranks
         try:
             given_up = yield from perform(StoreSubtract(key, POISON, ranks))
         except EcckptError as error:
-            # Without the store no rank can count any more. None is woken: one that found the count
-            # neither complete nor given up would look again and again, without a pause.
+            # None is woken: one that found the count neither complete nor given up would look again
+            # and again, without a pause.
             yield from _note(shard, error)
-            return True
+            return Giving.UNKNOWN
         if given_up:
             yield from self._wake("count", shard)
-        return given_up
+        return Giving.DONE if given_up else Giving.LATE
+
+    def _doubt(self, save: StagedSave, error: EcckptError) -> Routine[Giving]:
+        """Ask the store again until it tells whether the generation is committed.
+
+        The handle ends at once. ``UNKNOWN`` if the program ends or restores first: the shard stays
+        with the agent, and the next restart finds out from what all agents have.
+        """
+        shard = save.shard
+        unknown = SaveFailed(
+            f"{shard}: the ranks' store does not tell whether it is committed: {error}",
+            hint="the shard is kept; saves go on when the store answers",
+        )
+        save.handle.in_doubt = True
+        yield from perform(Report(SaveFailure(shard, unknown)))
+        yield from perform(FinishHandle(save.handle, unknown))
+        giving = Giving.UNKNOWN
+        while giving is Giving.UNKNOWN:
+            if (yield from until(lambda: self._is_moot(shard), deadlines.ASK_STORE_AGAIN_S)):
+                return Giving.UNKNOWN
+            giving = yield from self._give_up(shard)
+        return giving
+
+    def _is_moot(self, shard: ShardId) -> bool:
+        return self.closing or shard.generation.timeline < self.timeline
 
     def _end(self, save: StagedSave, error: EcckptError | None) -> Routine[EcckptError | None]:
         shard = save.shard
         if save.check is not None:
             error = yield from save.check.explain(error)
-        if error is not None:
-            yield from perform(Report(SaveFailure(shard, error)))
-        elif save.counted:
+        if error is None and save.counted:
             yield from perform(Report(SaveCommitted(shard)))
+        elif error is not None and not save.handle.done:
+            yield from perform(Report(SaveFailure(shard, error)))
         try:
             yield from save.ended(error)
         except Exception as unexpected:
             yield from perform(Report(Message(logging.ERROR, f"after {shard}: {unexpected!r}")))
-        yield from perform(FinishHandle(save.handle, error))
+        if not save.handle.done:
+            yield from perform(FinishHandle(save.handle, error))
         return error
 
     # -- telling agents ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ If a slot was reserved in advance, ``save()`` sends no request.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,8 @@ class Saver:
 
     def begin_timeline(self, timeline: int, parent: Generation | None) -> Routine[None]:
         """Saves are of this timeline from now on, which goes on from ``parent``."""
-        self.timeline, self._parent = timeline, parent
+        self.timeline = self._commits.timeline = timeline
+        self._parent = parent
         self.latest = self._ticket = self._last_step = None
         self._under_way.clear()
         # Those were given up on the timeline that has ended; one of them may be restored now.
@@ -245,8 +247,10 @@ class Saver:
         """Ask the agents how the last ticket's save went: its holder does not tell."""
         if self._ticket is None:
             return
-        ticket, self._ticket = self._ticket, None
-        if (yield from ticket.is_committed()):
+        ticket = self._ticket
+        is_committed = yield from ticket.is_committed()
+        self._ticket = None
+        if is_committed:
             self._given_up.clear()
             self._archivist.note_commit(ticket.shard.generation)
         else:
@@ -305,7 +309,8 @@ class Saver:
     def finish_close(self, *, settled: bool) -> Routine[None]:
         """Note for the disks how the last ticket went, and reserve no more slots."""
         if settled and self._requests.cluster.rank == 0:
-            yield from self._settle_ticket()
+            with contextlib.suppress(SaveFailed):  # nothing is given up, and nothing stored
+                yield from self._settle_ticket()
         self.reserver.close()
 
 

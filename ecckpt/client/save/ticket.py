@@ -11,12 +11,22 @@ import logging
 from dataclasses import dataclass, replace
 
 from ecckpt.client import deadlines
-from ecckpt.client.effects import Mark, Now, Report, Routine, call_all, call_own, perform, traced
+from ecckpt.client.effects import (
+    Mark,
+    Now,
+    Report,
+    Routine,
+    answers_of,
+    call_all,
+    call_own,
+    perform,
+    traced,
+)
 from ecckpt.client.events import Message
 from ecckpt.client.save.staging import Deadline, await_protected, copy_into_slot
 from ecckpt.client.save.traces import send_spans
 from ecckpt.client.state_effects import Snapshot
-from ecckpt.errors import EcckptError
+from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.format.fragment_file import Header, block_bytes_for, fragment_bytes_for
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.survival import Inventory
@@ -96,19 +106,29 @@ class Ticket:
                 yield from perform(Report(Message(logging.WARNING, text)))
 
     def is_committed(self) -> Routine[bool]:
-        """Whether some agent knows this generation, or a newer one, as committed."""
+        """Whether some agent knows this generation, or a newer one, as committed.
+
+        Raises ``SaveFailed`` if no agent answers: then it may be committed.
+        """
+        found: list[Inventory] = []
         try:
-            inventory = yield from call_own(INVENTORY, self.shard.run, deadlines.CALL_S)
-            if self._is_known_to(inventory):
+            found.append((yield from call_own(INVENTORY, self.shard.run, deadlines.CALL_S)))
+            if self._is_known_to(found[0]):
                 return True
         except (EcckptError, OSError):
             pass  # this node's agent is away: the others may know
         try:
             answers = yield from call_all(INVENTORY, self.shard.run, self.nodes, deadlines.CALL_S)
-        except OSError:  # a program that ends can start no threads
-            return False
-        return any(self._is_known_to(answer) for answer in answers.values())
+            found += answers_of(answers, Inventory)
+        except OSError:
+            pass  # a program that ends can start no threads
+        if not found:
+            raise SaveFailed(
+                f"{self.shard}: no agent tells whether it is committed",
+                hint="the shard is kept; saves go on when this node's agent answers",
+            )
+        return any(map(self._is_known_to, found))
 
-    def _is_known_to(self, answer: object) -> bool:
-        committed = answer.committed if isinstance(answer, Inventory) else None
+    def _is_known_to(self, inventory: Inventory) -> bool:
+        committed = inventory.committed
         return committed is not None and committed >= self.shard.generation

@@ -22,7 +22,7 @@ from ecckpt.client.restore import coordinator
 from ecckpt.client.restore import protocol as ordering
 from ecckpt.client.restore.shard_source import ShardSource
 from ecckpt.client.save import archive_protocol as archiving
-from ecckpt.client.save.commit_protocol import CommitProtocol, key_of
+from ecckpt.client.save.commit_protocol import CommitProtocol, Giving, key_of
 from ecckpt.client.save.replica_check import ReplicaCheck
 from ecckpt.client.save.ticket import Ticket
 from ecckpt.errors import EcckptError
@@ -87,6 +87,16 @@ def _begins_before_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
             yield StoreDrop(key_of(counter, deadline.shard.generation))
 
     monkeypatch.setattr(CommitProtocol, "_leave", leave)
+
+
+def _gives_up_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank for which the store breaks takes the save for given up: others may have committed."""
+
+    def doubt(self: Any, save: Any, error: Any) -> Any:
+        yield from ()
+        return Giving.DONE
+
+    monkeypatch.setattr(CommitProtocol, "_doubt", doubt)
 
 
 def _compares_no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,6 +403,7 @@ STALLS = Faults(rank_stall_every_s=1.0, stall_s=8.0)
 ROT = Faults(rot_every_s=0.5, flip=0.1, rank_kill_every_s=5.0, host_loss_every_s=10.0, away_s=3.0)
 NOISE = Faults(flip=0.5)
 DRIFT = Faults(drift=0.2)
+BREAKS = Faults(store_break=0.1, store_break_s=8.0)
 LOSSES_AND_NOISE = replace(LOSSES, flip=0.5, rank_kill_every_s=6.0)
 WEATHER = Faults(
     drop=0.03,
@@ -411,6 +422,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_tells_no_agent, "liveness", NONE, 5),
     (_skips_without_a_word, "liveness", STALLS, 3),
     (_begins_before_others_have_left, "retention", STALLS, 4),
+    (_gives_up_in_doubt, "retention", BREAKS, 4),
     (_compares_no_claims, "replicas", DRIFT, 0),
     (_takes_what_was_proven_before, "mixed", SLOW, 1),
     (_commits_tickets_that_failed, "commit", NONE, 0),

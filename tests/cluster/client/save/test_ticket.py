@@ -148,7 +148,7 @@ def test_a_commit_is_none_unless_its_own_agent_has_taken_it():
         ({"n2": generation(3, 8)}, True),
         ({"": generation(3, 6), "n1": generation(3, 6)}, False),
         ({"": GONE, "n1": GONE, "n2": GEN}, True),
-        ({"": GONE, "n0": GONE, "n1": GONE, "n2": GONE, "n3": GONE}, False),
+        ({"": GONE, "n0": GONE, "n1": GONE, "n3": GONE}, False),
     ],
 )
 def test_a_save_is_committed_if_any_agent_knows_it_or_a_newer_one(known, expected):
@@ -162,6 +162,13 @@ def test_a_save_is_committed_if_any_agent_knows_it_or_a_newer_one(known, expecte
 
     holder.answers[INVENTORY] = answer
     assert holder.run(holder.ticket.is_committed()) is expected
+
+
+def test_a_save_may_be_committed_if_no_agent_answers():
+    holder = Holder()
+    holder.answers[INVENTORY] = GONE
+    with pytest.raises(SaveFailed, match="no agent tells whether it is committed"):
+        holder.run(holder.ticket.is_committed())
 
 
 def test_a_program_that_ends_and_can_ask_nobody_takes_it_for_not_committed():

@@ -55,8 +55,13 @@ class Play:
         self.now_s = 0.0
         save = Commits(1, counted=counted).staged(0)
         deadline = Deadline(SHARD, DEADLINE_S)
-        self.save = replace(save, handle=self.handle, deadline=deadline)
+        self.ended_with: list[Any] = []
+        self.save = replace(save, handle=self.handle, deadline=deadline, ended=self._ended)
         self.events: list[Any] = []
+
+    def _ended(self, error: Any) -> Routine[None]:
+        self.ended_with.append(error)
+        yield from ()
 
     def __call__(self, *script: tuple[Any, Any], routine: Routine[None] | None = None) -> Any:
         """Returns the error with which the handle ended."""
@@ -242,11 +247,56 @@ def test_an_error_gives_the_save_up_unless_all_have_counted(waiting, kind):
     assert play.events == [SaveCommitted(SHARD)]
 
 
-def test_a_store_that_is_gone_counts_for_nobody_so_the_save_is_given_up():
+# The rank has counted, and then the store does not answer: other ranks may see a complete count.
+DOUBT = (*PROTECTED, added("count", NO_STORE), give_up(NO_STORE))
+ASK_AGAIN = pause(deadlines.ASK_STORE_AGAIN_S)
+
+
+def test_a_rank_in_doubt_keeps_its_shard_until_the_store_tells_that_it_is_given_up():
     play = Play()
-    script = (*PROTECTED, added("count", NO_STORE), give_up(NO_STORE))
-    assert play(*script, added("left", NO_STORE)) is NO_STORE
-    assert [type(event) for event in play.events] == [Message, SaveFailure]
+    script = (*DOUBT, ASK_AGAIN, give_up(NO_STORE), ASK_AGAIN, give_up(True), wake("count"))
+    error = play(*script, *LEFT)
+    assert "does not tell whether it is committed" in str(error)
+    assert error.hint == "the shard is kept; saves go on when the store answers"
+    assert [type(each) for each in play.events] == [Message, SaveFailure, Message]
+    assert play.ended_with == [NO_STORE]
+
+
+def test_a_rank_in_doubt_learns_that_the_save_is_committed_and_tells_its_agent():
+    play = Play(share=("n2",))
+    told = (CallAgent(COMMIT, Commit("test", GEN), "n2", deadlines.COMMIT_S), None)
+    assert play(*DOUBT, ASK_AGAIN, give_up(False), TOLD, told, *LEFT) is play.handle.error
+    assert [type(each) for each in play.events] == [Message, SaveFailure, SaveCommitted]
+    assert play.ended_with == [None]
+
+
+def test_a_rank_in_doubt_lets_no_save_begin():
+    play, waiting = Play(), []
+
+    def waits(play: Play) -> bool:
+        waiting.append((play.handle.left, play.handle.done, play.handle.waits_for))
+        return False
+
+    play(*DOUBT, pause(deadlines.ASK_STORE_AGAIN_S, waits), give_up(True), wake("count"), *LEFT)
+    assert waiting == [
+        (False, True, "waiting for the ranks' store to tell whether it is committed")
+    ]
+
+
+def test_a_doubt_ends_with_the_program_or_a_restore_and_gives_nothing_up():
+    play = Play()
+    play(*DOUBT, pause(deadlines.ASK_STORE_AGAIN_S, True))
+    assert play.ended_with == []
+    assert play.protocol._is_moot(SHARD) is False
+    play.protocol.timeline = GEN.timeline + 1
+    assert play.protocol._is_moot(SHARD) is True
+
+
+def test_a_rank_that_has_not_counted_is_in_no_doubt():
+    play = Play()
+    failed = (*PROTECTED[:-1], (watch("scattering"), progress("failed")), give_up(NO_STORE))
+    assert isinstance(play(*failed, *LEFT), SaveFailed)
+    assert len(play.ended_with) == 1
 
 
 def test_ranks_do_not_look_again_and_again_for_one_that_could_not_give_up():
