@@ -74,6 +74,9 @@ KNOWN_TIMELINE_S = 1.0
 AGENT_LOOK_S = 0.1
 # Of each wait between ranks, one peer that hangs may use up a quarter, and no more than this.
 PEER_MOST_S, PEER_SHARE = 10.0, 0.25
+# Of the same wait, what agents get to finish reading their disks: a large one takes up to a minute
+# after a loss of power. Between two looks at them.
+DISKS_SHARE, DISKS_LOOK_S = 0.4, 0.5
 # Of the same wait, what bringing a shard may take: the rest is for the ranks to agree.
 BRING_SHARE = 0.8
 

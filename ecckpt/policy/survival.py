@@ -36,6 +36,9 @@ class Survival(StrEnum):
 UNREADABLE_DISK = "disk"
 """Key in ``rejected`` for a disk that cannot be used at all."""
 
+UNREAD_DISK = "disk, for now"
+"""Key in ``rejected`` for a disk that the agent is still reading."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
@@ -53,6 +56,11 @@ class Inventory:
     fence: int
     roll_backs: tuple[RollBack, ...]
     rejected: Mapping[str, str]
+
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether files may be on the disk that are not listed, because it is still being read."""
+        return UNREAD_DISK in self.rejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,9 @@ def table_of(header, seed=1):
     return noise.integers(0, 1 << 32, (header.n, header.rows), dtype=np.uint32)
 
 
-def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=()):
+def inventory(
+    node, headers=(), *, disk=(), stored=(), committed=None, fence=0, roll_backs=(), rejected=None
+):
     return Inventory(
         node=node,
         headers=Headers.from_headers(headers),
@@ -56,7 +58,7 @@ def inventory(node, headers=(), *, disk=(), stored=(), committed=None, fence=0, 
         committed=committed,
         fence=fence,
         roll_backs=tuple(roll_backs),
-        rejected={},
+        rejected=rejected or {},
     )
 
 

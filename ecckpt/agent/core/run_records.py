@@ -23,15 +23,12 @@ from ecckpt.agent.core.run_record import Entry, RunNotes, RunRecord
 from ecckpt.errors import NotHeld
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.format.ids import Generation, ShardId, check_name
-from ecckpt.policy.survival import UNREADABLE_DISK
+from ecckpt.policy.survival import UNREAD_DISK, UNREADABLE_DISK
 
 if TYPE_CHECKING:
     from ecckpt.agent.core.tasks import DiskInventory
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.region import Region
-
-# Key in ``rejected`` while the disk is being read.
-_READING = "disk, for now"
 
 
 class RunRecords:
@@ -209,21 +206,21 @@ class RunRecords:
 
         It is named in ``rejected``, so that no restore treats files that are not read yet as lost.
         """
-        self.rejected[_READING] = "still being read"
+        self.rejected[UNREAD_DISK] = "still being read"
 
     @property
     def awaits_disk(self) -> bool:
         """Whether the disk is still being read."""
-        return _READING in self.rejected
+        return UNREAD_DISK in self.rejected
 
     def lose_disk(self, why: str) -> None:
         """Note that the disk cannot be read."""
-        self.rejected.pop(_READING, None)
+        self.rejected.pop(UNREAD_DISK, None)
         self.rejected[UNREADABLE_DISK] = why
 
     def adopt_disk(self, found: DiskInventory) -> None:
         """Enter the files and notes that an earlier process left on disk."""
-        self.rejected.pop(_READING, None)
+        self.rejected.pop(UNREAD_DISK, None)
         self.rejected.update(found.rejected)
         for run, notes in found.notes.items():
             record = self.of(run)

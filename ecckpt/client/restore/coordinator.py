@@ -1,13 +1,15 @@
 """What rank 0 does in a restore, for all ranks.
 
     begin a timeline at all agents --> inventories --> plan --> orders --> outcomes --> verdict
-            ^                                           ^                                 |
-            +-- a newer fence: a higher number          +------- refused or relaid -------+
+            ^                           ^        |      ^                                 |
+            +-- a newer fence:          +--------+      +------- refused or relaid -------+
+                a higher number      disks still read
                                                                                           v
                                                              load; agents are told (fence) behind it
 
 One ``begin`` request per agent before choosing: it fences older writers off and answers with the
-inventory, so that no plan rests on what an older writer may still change. One ``fence`` request per
+inventory, so that no plan rests on what an older writer may still change. An agent that is still
+reading its disk is asked again: what it does not list yet is not lost. One ``fence`` request per
 agent in the background afterwards; until then agents keep all that older timelines have left.
 """
 
@@ -19,7 +21,7 @@ from typing import Any
 
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.members import Cluster
-from ecckpt.client.effects import Report, Routine, answers_of, call_all, perform
+from ecckpt.client.effects import Report, Routine, answers_of, call_all, perform, sleep
 from ecckpt.client.events import (
     GenerationRefused,
     Message,
@@ -54,19 +56,22 @@ class Coordinator:
     """Coordinates one restore; on other ranks than 0 it is never asked.
 
     ``roll_backs`` and ``on_disk`` are what it learns for the agents that it tells, and for the
-    disks. ``patience_s`` is what one agent may take to answer.
+    disks. ``patience_s`` is what one agent may take to answer, ``disks_s`` what all agents together
+    may take to read their disks.
     """
 
-    def __init__(self, cluster: Cluster, *, patience_s: float) -> None:
+    def __init__(self, cluster: Cluster, *, patience_s: float, disks_s: float) -> None:
         self.roll_backs: tuple[RollBack, ...] = ()
         self.on_disk = OnDisk()
-        self._cluster, self._patience_s = cluster, patience_s
+        self._cluster, self._patience_s, self._disks_s = cluster, patience_s, disks_s
         self._timeline = 0
         self._refusals = Refusals()
         self._asked_again = False
         self._relaid: set[Generation] = set()
         self._silent: dict[str, str] = {}  # nodes that did not answer, with the reason
-        self._answering: tuple[str, ...] = ()  # nodes whose inventories the latest plan is made of
+        # Nodes whose inventories the latest plan is made of, and those that still read their disks.
+        self._answering: tuple[str, ...] = ()
+        self._unread: tuple[str, ...] = ()
         self._chosen: Generation | None = None  # to be told to the agents
 
     def order(self, wanted: Wanted, *, known: Sequence[int], alike: bool) -> Routine[list[Order]]:
@@ -76,7 +81,7 @@ class Coordinator:
         if another start of the run begins meanwhile.
         """
         inventories = yield from (self._look() if self._timeline else self._begin(known))
-        plan = self._plan(wanted, inventories)
+        plan = yield from self._await_disks(wanted, inventories)
         if self._silent and not self._asked_again and passes_over(plan):
             # Agents that did not answer may have what is missing: they get one more chance.
             self._asked_again = True
@@ -135,8 +140,30 @@ class Coordinator:
         if refused:
             yield from perform(Report(GenerationRefused(generation, self._answering, why)))
 
+    def _await_disks(self, wanted: Wanted, inventories: list[Inventory]) -> Routine[RecoveryPlan]:
+        """Plan, and plan again while files may be missing that an agent has not read yet.
+
+        An agent whose memory still has files of the run has told what its disk has.
+        """
+        plan, told = self._plan(wanted, inventories), False
+        while self._disks_s > 0 and any(
+            each.awaits_disk and (passes_over(plan) or not len(each.headers))
+            for each in inventories
+        ):
+            if not told:
+                nodes = ", ".join(each.node for each in inventories if each.awaits_disk)
+                text = f"waiting up to {self._disks_s:g} s for disks that are being read: {nodes}"
+                yield from perform(Report(Message(logging.WARNING, text)))
+                told = True
+            yield from sleep(min(deadlines.DISKS_LOOK_S, self._disks_s))
+            self._disks_s -= deadlines.DISKS_LOOK_S
+            inventories = yield from self._look()
+            plan = self._plan(wanted, inventories)
+        return plan
+
     def _plan(self, wanted: Wanted, inventories: list[Inventory]) -> RecoveryPlan:
-        self._answering = tuple(inventory.node for inventory in inventories)
+        self._answering = tuple(each.node for each in inventories if not each.awaits_disk)
+        self._unread = tuple(each.node for each in inventories if each.awaits_disk)
         plan = plan_recovery(
             self._cluster.run,
             inventories,
@@ -197,12 +224,14 @@ class Coordinator:
         return {node: each for node, each in answers.items() if node not in self._silent}
 
     def _rejected(self, plan: RecoveryPlan) -> dict[str, str]:
-        """Why newer generations were passed over; with nothing left, also the silent nodes."""
+        """Why newer generations were passed over, and which nodes might have had more of them."""
         refused = {str(generation): why for generation, why in self._refusals.refused.items()}
         rejected = {name: refused.get(name, why) for name, why in plan.rejected().items()}
         if plan.chosen is None:
             rejected |= plan.ruins
+        if plan.chosen is None or passes_over(plan):
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
+            rejected |= {f"node {node}": "it still reads its disk" for node in self._unread}
         return rejected
 
 

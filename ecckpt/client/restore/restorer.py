@@ -103,7 +103,11 @@ class Restorer:
     def __init__(
         self, cluster: Cluster, *, number: int, after: int, timeout_s: float, assign: bool = False
     ) -> None:
-        self.coordinator = Coordinator(cluster, patience_s=deadlines.peer_patience_s(timeout_s))
+        self.coordinator = Coordinator(
+            cluster,
+            patience_s=deadlines.peer_patience_s(timeout_s),
+            disks_s=deadlines.DISKS_SHARE * timeout_s,
+        )
         self._source = ShardSource(cluster, timeout_s=timeout_s, assign=assign)
         self._cluster, self._timeout_s, self._assign = cluster, timeout_s, assign
         self._tag, self._after = f"restore/{number}", after

@@ -60,7 +60,6 @@ class DiskHand:
             self._adopt()
             return
         self._adopting_late = True
-        self._host.witness.disk_unreadable(self._host)
         self._records.await_disk()
         self._actor.world.after(delay_s, self._actor.reach, self._adopt_late)
 

@@ -78,6 +78,7 @@ class TruthDisk:
                 # A removal did not reach the disk, or a write did that was never reported.
                 returned = self._removing.get((host.node, name))
                 self.pieces.add(returned or TruthPiece(host.node, name, file.header))
+                self._ever_written[file.header.shard].add(file.header.index)
             self._check_bytes(host, file)
         self._end_removals(host)
 

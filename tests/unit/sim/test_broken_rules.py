@@ -206,6 +206,18 @@ def _takes_absence_for_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "plan_recovery", plan)
 
 
+def _takes_unread_disks_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is made of what agents list, though some of them still read their disks."""
+
+    def plan(self: Any, wanted: Any, inventories: Any) -> Any:
+        yield from ()
+        made = self._plan(wanted, inventories)
+        self._answering = tuple(each.node for each in inventories)
+        return made
+
+    monkeypatch.setattr(coordinator.Coordinator, "_await_disks", plan)
+
+
 def _spends_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is no limit, and spare regions are never used again."""
 
@@ -402,6 +414,7 @@ SLEEPERS = Faults(rank_kill_every_s=6.0, rank_stall_every_s=1.0, stall_s=25.0)
 STALLS = Faults(rank_stall_every_s=1.0, stall_s=8.0)
 ROT = Faults(rot_every_s=0.5, flip=0.1, rank_kill_every_s=5.0, host_loss_every_s=10.0, away_s=3.0)
 NOISE = Faults(flip=0.5)
+SLOW_DISKS = Faults(power_every_s=8.0, away_s=3.0, disk_slow_every_s=1.0, disk_slow_s=10.0)
 DRIFT = Faults(drift=0.2)
 BREAKS = Faults(store_break=0.1, store_break_s=8.0)
 LOSSES_AND_NOISE = replace(LOSSES, flip=0.5, rank_kill_every_s=6.0)
@@ -434,6 +447,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_forgets_what_tensors_lie_in, "bytes", RESTARTS_OF_ALL, 0),
     (_orders_another_generation_for_one_rank, "mixed", SLOW, 2),
     (_takes_absence_for_loss, "recovery", LOSSES, 1),
+    (_takes_unread_disks_for_empty, "recovery", SLOW_DISKS, 4),
     (_spends_what_it_likes, "budget", NONE, 0),
     (_puts_two_fragments_on_a_node, "margin", LOSSES, 0),
     (_waits_for_ever, "liveness", NONE, 0),

@@ -12,6 +12,7 @@ from ecckpt.client.restore.protocol import Outcome, Wanted
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.format.fragment_file import HOME
 from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.survival import UNREAD_DISK
 from ecckpt.protocol.messages.restore import Begin
 from ecckpt.protocol.verbs import BEGIN, FENCE, INVENTORY
 from tests.support.builders import SESSION, generation, header, inventory
@@ -30,8 +31,9 @@ class Lead(Performer):
         self.fences = dict.fromkeys(NODES, 0) | (fences or {})
         self.held: dict[str, list] = {}
         self.silent: set[str] = set()
+        self.read_at_s: dict[str, float] = {}  # when an agent has read its disk
         cluster = cluster_of(0, ranks, nodes=NODES, code=(3, 2))
-        self.coordinator = Coordinator(cluster, patience_s=7.0)
+        self.coordinator = Coordinator(cluster, patience_s=7.0, disks_s=20.0)
         self.answers[BEGIN] = self._begin
         self.answers[INVENTORY] = self._inventory
         self.answers[FENCE] = self._fence
@@ -56,6 +58,8 @@ class Lead(Performer):
             raise Fenced(timeline=timeline, current=self.fences[node])
         if timeline > self.fences[node]:
             self.fences[node] = timeline
+        if self.now_s < self.read_at_s.get(node, 0.0):
+            return inventory(node, fence=timeline, rejected={UNREAD_DISK: "still being read"})
         return inventory(node, self.held.get(node, []), fence=timeline)
 
     def _inventory(self, effect):
@@ -245,3 +249,57 @@ def test_a_newer_start_ends_this_one(when):
     assert lead.judge(gen, OK)
     with pytest.raises(Fenced, match="timeline 9 has started"):
         lead.run(lead.coordinator.tell())
+
+
+# -- disks that are still being read --------------------------------------------------------------
+
+
+def test_an_agent_that_still_reads_its_disk_is_waited_for():
+    lead, gen = Lead(), generation(1, 10)
+    lead.hold(10, nodes=("n3",))
+    lead.read_at_s = {"n3": lead.now_s + 5.0}
+    (order,) = lead.order()
+    assert order.header.shard.generation == gen
+    assert lead.now_s == pytest.approx(lead.read_at_s["n3"], abs=1.0)
+    (line,) = lead.log()
+    assert line == "waiting up to 20 s for disks that are being read: n3"
+    planned = [each for each in lead.events if isinstance(each, RestorePlanned)]
+    assert planned[0].answering == tuple(NODES)
+
+
+def test_a_disk_that_takes_too_long_is_named_and_proves_nothing():
+    lead = Lead()
+    lead.hold(10, nodes=("n0",))
+    lead.held["n3"] = [header(2, gen=generation(1, 20), world_size=1, home="n9", k=3, m=2)]
+    lead.read_at_s = {"n4": lead.now_s + 60.0}
+    began_s = lead.now_s
+    (order,) = lead.order()
+    assert lead.now_s - began_s == pytest.approx(20.0)
+    assert order.header.shard.generation == generation(1, 10)
+    assert order.rejected["node n4"] == "it still reads its disk"
+    planned = [each for each in lead.events if isinstance(each, RestorePlanned)]
+    assert "n4" not in planned[0].answering
+    lead.order()  # the time for disks is used up
+    assert lead.now_s - began_s == pytest.approx(20.0)
+
+
+def test_nothing_is_begun_from_scratch_while_a_disk_is_unread():
+    lead = Lead()
+    lead.read_at_s = {"n4": lead.now_s + 60.0}
+    (order,) = lead.order()
+    assert order.header is None
+    assert "node n4" in order.rejected
+
+
+def test_an_agent_whose_memory_tells_what_its_disk_has_is_not_waited_for():
+    lead = Lead()
+    gen = lead.hold(10, nodes=("n0",))
+    began_s = lead.now_s
+    lead.answers[BEGIN] = lambda effect: inventory(
+        effect.node,
+        lead.held.get("n0", []) if effect.node == "n0" else [],
+        fence=effect.message.timeline,
+        rejected={UNREAD_DISK: "still being read"} if effect.node == "n0" else {},
+    )
+    assert lead.order()[0].header.shard.generation == gen
+    assert lead.now_s == began_s
