@@ -115,12 +115,14 @@ class VersionMismatch(EcckptError):
 
 
 class TooFewFragments(EcckptError):
-    """Fewer good fragments than the shard needs."""
+    """Fewer good fragments than the shard of that rank needs."""
 
-    def __init__(self, shard: str, *, have: int, need: int, reasons: Sequence[str] = ()) -> None:
+    def __init__(
+        self, shard: str, *, rank: int, have: int, need: int, reasons: Sequence[str] = ()
+    ) -> None:
         detail = f"; {'; '.join(reasons)}" if reasons else ""
         super().__init__(f"{shard}: {have} good fragments, {need} needed{detail}")
-        self.have, self.need, self.reasons = have, need, tuple(reasons)
+        self.rank, self.have, self.need, self.reasons = rank, have, need, tuple(reasons)
 
 
 class InvalidMessage(EcckptError, ValueError):
@@ -302,6 +304,17 @@ class NothingToRestore(EcckptError, LookupError):
             f"run {run!r}: nothing to restore{': ' + detail if detail else ''}", hint=hint
         )
         self.rejected = dict(rejected)
+
+
+class NodeCutOff(EcckptError, OSError):
+    """A node cannot gather a shard that another node can; nothing older is restored for that."""
+
+    def __init__(self, node: str, what: str, *, other: str, why: str) -> None:
+        super().__init__(
+            f"node {node} cannot gather {what}, and node {other} can: {why}",
+            hint="its network may pass only small packets (MTU, cable, firewall): start without "
+            "the node, or restore an older generation by name",
+        )
 
 
 class NoRoomToRestore(EcckptError, OSError):

@@ -140,6 +140,18 @@ class ReadShard(Effect[Brought]):
 
 
 @dataclass(frozen=True, slots=True)
+class GatherShard(Effect[None]):
+    """Read all of one shard from other nodes, prove it and drop it: can it be had from this node?
+
+    ``sources`` names nodes. Takes memory for a few pieces. Raises what ``ReadShard`` raises.
+    """
+
+    sources: ShardSources
+    patience_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class MakeShard(Effect[Brought]):
     """Make this rank's shard out of all that another number of ranks, or another mesh, saved.
 

@@ -16,6 +16,7 @@ from ecckpt.client.slot_mappings import Slots
 from ecckpt.client.state_effects import (
     CheckState,
     CopyState,
+    GatherShard,
     IsRelaid,
     LoadState,
     MakeShard,
@@ -57,6 +58,7 @@ class StatePerformer:
             MapSlot: lambda effect: slots.ahead(effect.slot, effect.payload_bytes),
             ProveHome: self._prove_home,
             ReadShard: self._read,
+            GatherShard: self._gather,
             MakeShard: self._make,
             CheckState: self._check,
             IsRelaid: lambda effect: is_relaid(effect.state, _in_memory(effect.brought).shard),
@@ -101,6 +103,10 @@ class StatePerformer:
             rebuilt_fragments=reader.rebuilt_fragments,
             own=True,
         )
+
+    def _gather(self, effect: GatherShard) -> None:
+        peers = self.peers(patience_s=effect.patience_s, timeout_s=effect.timeout_s)
+        ShardReader(effect.sources, peers).prove()
 
     def _make(self, effect: MakeShard) -> ShardInMemory:
         peers = self.peers(patience_s=effect.patience_s, timeout_s=effect.timeout_s)

@@ -124,8 +124,10 @@ class GatherPlan:
         if begun or self._in_flight:
             return begun
         if self._again:
-            have, shard = int(count[short].min()), str(self.header.shard)
-            raise TooFewFragments(shard, have=have, need=k, reasons=self.problems[:_REASONS])
+            have, shard = int(count[short].min()), self.header.shard
+            raise TooFewFragments(
+                str(shard), rank=shard.rank, have=have, need=k, reasons=self.problems[:_REASONS]
+            )
         self._begin_pass(again=True)
         return self.next()
 
@@ -264,5 +266,5 @@ def table_sources(sources: Places) -> list[str]:
 
 def no_table(header: Header, problems: Sequence[str]) -> TooFewFragments:
     """The error for a shard of which no source gave the checksums."""
-    what = f"checksums of {header.shard}"
-    return TooFewFragments(what, have=0, need=1, reasons=problems[:_REASONS])
+    what, rank = f"checksums of {header.shard}", header.shard.rank
+    return TooFewFragments(what, rank=rank, have=0, need=1, reasons=problems[:_REASONS])

@@ -30,6 +30,8 @@ class Faults:
         drift: the probability that a rank's replicated tensors differ from those of other ranks.
         store_break: the probability, of each request to the ranks' store and each answer, that the
             connection of that host breaks, for at most ``store_break_s``.
+        bulk: the share of hosts that come back with a network which passes small messages and no
+            fragments, as with a wrong MTU or a bad cable, for at most ``bulk_s``; one at a time.
     """
 
     drop: float = 0.0
@@ -61,6 +63,8 @@ class Faults:
     drift: float = 0.0
     store_break: float = 0.0
     store_break_s: float = 0.0
+    bulk: float = 0.0
+    bulk_s: float = 0.0
 
     @property
     def of_disks_alone(self) -> bool:
@@ -76,6 +80,7 @@ class Faults:
             "burst",
             "reboot",
             "store_break_s",
+            "bulk_s",
         )
         drawn = [field.name for field in fields(self) if getattr(self, field.name)]
         on_disk = any(name.startswith("disk_") for name in drawn)
@@ -128,4 +133,6 @@ def draw(rng: Random) -> Faults:
         drift=sometimes(0.01, 0.1),
         store_break=sometimes(0.001, 0.02),
         store_break_s=rng.uniform(1.0, 30.0),
+        bulk=rng.choice([0.0, 0.3]),
+        bulk_s=rng.uniform(1.0, 60.0),
     )

@@ -46,6 +46,7 @@ class Injector:
         self._ended = True
         self._cluster.network.faults = NONE
         self._cluster.network.heal_all()
+        self._cluster.network.bulk_blocked = ""
         for host in self._cluster.hosts.values():
             host.memory.full = False
             if host.platter is not None:
@@ -118,6 +119,8 @@ class Injector:
         def come_back() -> None:
             host.on = True
             host.start()
+            if self._faults.bulk and self._world.chance(self._faults.bulk):
+                self._block_bulk(host)
 
         self._world.after(self._rng.uniform(0.0, self._faults.away_s), come_back)
 
@@ -141,6 +144,18 @@ class Injector:
             memory.full = False
 
         self._world.after(self._rng.uniform(1.0, 20.0), drain)
+
+    def _block_bulk(self, host: SimulatedHost) -> None:
+        """Block fragments from and to a host, unless another host is blocked."""
+        network = self._cluster.network
+        if network.bulk_blocked or self._ended:
+            return
+        network.bulk_blocked = host.node
+
+        def unblock() -> None:
+            network.bulk_blocked = ""
+
+        self._world.after(self._rng.uniform(0.0, self._faults.bulk_s), unblock)
 
     # -- faults of disks --------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ecckpt.client.effects import Effect
 from ecckpt.client.read.shard_reader import Peers
 from ecckpt.client.state_effects import (
     CopyState,
+    GatherShard,
     MakeShard,
     MapSlot,
     PlanState,
@@ -104,6 +105,7 @@ class SimulatedState:
             CopyState: self._copy,
             ProveHome: self._prove,
             ReadShard: self._read_whole,
+            GatherShard: lambda effect: self._read(effect.sources),
             MakeShard: self._make,
         }
 

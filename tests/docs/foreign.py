@@ -143,7 +143,8 @@ class ForeignRank:
                 return None, order
             data = self._bring(order)
             kind = "bad" if data is None else "ok"
-            outcome = msgpack.packb({"kind": kind, "text": "" if data else f"rank {self.rank}"})
+            text, lacks = ("", -1) if data else (f"rank {self.rank}", self.rank)
+            outcome = msgpack.packb({"kind": kind, "text": text, "lacks": lacks, "witnessed": -1})
             if self.exchange(f"{tag}/verdict", outcome) == b"go":
                 break
         else:

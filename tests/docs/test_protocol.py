@@ -221,7 +221,7 @@ EXAMPLES = [
     errors.TmpfsFull("/dev/shm", need_bytes=2, free_bytes=1),
     errors.NotMapped("a file", need_bytes=2, limit_bytes=-1),
     errors.RequestRefused("n1", 503, "busy"),
-    errors.TooFewFragments("a shard", have=1, need=2),
+    errors.TooFewFragments("a shard", rank=0, have=1, need=2),
     errors.CorruptFragment("a table"),
 ]
 

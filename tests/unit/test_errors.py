@@ -15,7 +15,7 @@ EXAMPLES = [
     errors.TooFewNodes(have=3, need=6, code="RS(3, 2)"),
     errors.DuplicateNode("n1", ["10.0.0.1:1", "10.0.0.2:1"]),
     errors.VersionMismatch("here", found=2, known=1),
-    errors.TooFewFragments("shard", have=2, need=3, reasons=["one", "two"]),
+    errors.TooFewFragments("shard", rank=1, have=2, need=3, reasons=["one", "two"]),
     errors.AgentUnreachable("10.0.0.1:1", "silent", hint="look there"),
     errors.TooSlow("10.0.0.1:1", done_bytes=10, size_bytes=100),
     errors.RequestRefused("10.0.0.1:1", 503, "busy"),
@@ -101,7 +101,7 @@ def test_numbers_are_written_out():
     assert "budget is 1 " in text
     assert "rank 3, 4 within 2.5 s" in str(errors.RankTimeout("vote", [3, 4], timeout_s=2.5))
     assert "3 good fragments, 5 needed; bad block" in str(
-        errors.TooFewFragments("it", have=3, need=5, reasons=["bad block"])
+        errors.TooFewFragments("it", rank=1, have=3, need=5, reasons=["bad block"])
     )
 
 

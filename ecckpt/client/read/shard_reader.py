@@ -167,6 +167,13 @@ class ShardReader:
             self.require(np.array([begin]), np.array([end]))
             target[at : at + piece_bytes] = self.data[begin:end]
 
+    def prove(self) -> None:
+        """Bring all of the shard, as ``require`` does, and keep none of it."""
+        for start in range(0, len(self.data), _KEPT_BYTES):
+            end = min(start + _KEPT_BYTES, len(self.data))
+            self.require(np.array([start]), np.array([end]))
+            self.release()
+
     def digest(self, start: int, end: int) -> bytes:
         """Equal for the same range of two shards: these bytes are equal; else nothing is said.
 

@@ -33,12 +33,12 @@ from ecckpt.client.restore.protocol import (
     Ground,
     Order,
     Outcome,
-    Refusals,
     Wanted,
     judge,
     orders,
     passes_over,
 )
+from ecckpt.client.restore.refusals import Refusals
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
 from ecckpt.policy.rollbacks import RollBack, in_force
@@ -65,7 +65,7 @@ class Coordinator:
         self.on_disk = OnDisk()
         self._cluster, self._patience_s, self._disks_s = cluster, patience_s, disks_s
         self._timeline = 0
-        self._refusals = Refusals()
+        self._refusals = Refusals(cluster.homes)
         self._asked_again = False
         self._relaid: set[Generation] = set()
         self._silent: dict[str, str] = {}  # nodes that did not answer, with the reason
@@ -94,13 +94,19 @@ class Coordinator:
         )
         cluster = self._cluster
         ground = Ground(self._timeline, cluster.homes, cluster.placement, cluster.address)
-        relaid = chosen in self._relaid
-        return orders(plan, ground, self._rejected(plan), alike=alike, relaid=relaid)
+        return orders(
+            plan,
+            ground,
+            self._rejected(plan),
+            alike=alike,
+            relaid=chosen in self._relaid,
+            witnesses=self._refusals.witnesses(chosen) if chosen else {},
+        )
 
     def judge(
         self, generation: Generation, outcomes: Sequence[Outcome], wanted: Wanted
     ) -> Routine[bool]:
-        """Whether all ranks may load. Raises as ``protocol.judge``.
+        """Whether all ranks may load. Raises as ``protocol.judge`` and ``Refusals.fail``.
 
         After a roll-back by name, all agents know of it before anything is loaded.
         """
@@ -108,7 +114,7 @@ class Coordinator:
         if verdict.relaid:
             self._relaid.add(generation)
         if verdict.failed:
-            yield from self._note_failure(generation, verdict.failed)
+            yield from self._note_failure(generation, outcomes, verdict.failed)
         if not verdict.go:
             return False
         self._chosen = generation
@@ -131,8 +137,10 @@ class Coordinator:
         fence = Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
         _require_unfenced((yield from self._ask_all(FENCE, fence)))
 
-    def _note_failure(self, generation: Generation, why: str) -> Routine[None]:
-        refused = self._refusals.fail(generation, why)
+    def _note_failure(
+        self, generation: Generation, outcomes: Sequence[Outcome], why: str
+    ) -> Routine[None]:
+        refused = self._refusals.fail(generation, outcomes, why)
         what = "refused" if refused else "tried again"
         yield from perform(
             Report(Message(logging.WARNING, f"generation {generation} is {what}: {why}"))

@@ -36,28 +36,6 @@ class Way:
     repair: tuple[Target, ...]
 
 
-class Refusals:
-    """Generations that a restore no longer tries, with the reason: those that failed twice.
-
-    One failure is not enough. An agent that is just being restarted or one late message would
-    otherwise cost all steps since the generation before.
-    """
-
-    def __init__(self) -> None:
-        self.refused: dict[Generation, str] = {}
-        self._failed: set[Generation] = set()
-
-    def fail(self, generation: Generation, why: str) -> bool:
-        """Record that some rank could not get its shard or could not verify it.
-
-        Returns True if the generation is refused from now on.
-        """
-        if generation in self._failed:
-            self.refused[generation] = why
-        self._failed.add(generation)
-        return generation in self.refused
-
-
 def passes_over(plan: RecoveryPlan) -> bool:
     """Whether a newer generation than the chosen one counts as lost.
 
@@ -127,6 +105,8 @@ class Order:
         repair: the fragments to make again after the restore, with their new holders.
         margin: how many more node losses the shard survives; -1 if nothing can be restored.
         rejected: generation, file or node -> why the restore passes over it, for messages.
+        witnesses: rank -> a shard that it gathers and drops, because a rank on another node could
+            not bring it. What is here for other ranks is not for this one.
     """
 
     timeline: int
@@ -137,6 +117,7 @@ class Order:
     margin: int
     rejected: Mapping[str, str]
     shards: tuple[ShardSources, ...]
+    witnesses: Mapping[int, ShardSources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +129,14 @@ class Outcome:
             for them; "mismatch" if they do not fit the state; "relaid" if they do, but DTensors are
             cut in another way than they were saved.
         text: the reason, for the error message; empty for "ok".
+        lacks: the saved shard, by its rank, that could not be had or proven; -1: none or unknown.
+        witnessed: the saved shard, by its rank, that this rank gathered as a witness; -1 if none.
     """
 
     kind: str
     text: str
+    lacks: int = -1
+    witnessed: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +190,15 @@ class Ground:
 
 
 def orders(
-    plan: RecoveryPlan, ground: Ground, rejected: Mapping[str, str], *, alike: bool, relaid: bool
+    plan: RecoveryPlan,
+    ground: Ground,
+    rejected: Mapping[str, str],
+    *,
+    alike: bool,
+    relaid: bool,
+    witnesses: Mapping[int, int],
 ) -> list[Order]:
-    """Make the order for each rank.
+    """Make the order for each rank; ``witnesses`` are from ``Refusals``.
 
     If as many ranks restore as saved, each gets its own shard and re-makes the lost fragments of
     it; with ``relaid`` it then makes another shard from all of them. If another number saved, or
@@ -216,11 +207,16 @@ def orders(
     ranks, chosen = len(ground.homes), plan.chosen
     if chosen is None:
         return [_shared_order(ground, None, -1, rejected, ())] * ranks
+    saved = sources_of(chosen)
+    gathered = {rank: saved[shard] for rank, shard in witnesses.items()}
     if alike or chosen.world_size != ranks:
-        shards = sources_of(chosen)
-        return [_shared_order(ground, shards[0].header, chosen.margin, rejected, shards)] * ranks
-    shards = sources_of(chosen) if relaid else ()
-    return [_own_order(shard, ground, rejected, shards) for shard in chosen.shards]
+        order = _shared_order(ground, saved[0].header, chosen.margin, rejected, saved)
+        return [replace(order, witnesses=gathered)] * ranks
+    shards = saved if relaid else ()
+    own = [_own_order(shard, ground, rejected, shards) for shard in chosen.shards]
+    for rank, sources in gathered.items():
+        own[rank] = replace(own[rank], witnesses={rank: sources})
+    return own
 
 
 def _shared_order(
@@ -240,6 +236,7 @@ def _shared_order(
         margin=margin,
         rejected=rejected,
         shards=shards,
+        witnesses={},
     )
 
 
@@ -259,6 +256,7 @@ def _own_order(
         margin=shard.margin,
         rejected=rejected,
         shards=shards,
+        witnesses={},
     )
 
 

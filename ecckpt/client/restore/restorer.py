@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ecckpt.client import deadlines
@@ -44,6 +44,7 @@ from ecckpt.errors import (
     NotMapped,
     StateMismatch,
     TmpfsFull,
+    TooFewFragments,
 )
 from ecckpt.format.ids import Generation
 from ecckpt.protocol.encoding import pack_message, unpack_message
@@ -141,7 +142,10 @@ class Restorer:
                 return (yield from self._nothing(order, wanted, required=required)), None
             shard = order.header.shard
             yield from perform(TraceSpan("choose", shard, began))
+            task = yield from self._source.begin_witness(order)
             ready, outcome = yield from self._prepare(order, state)
+            witnessed = yield from self._source.end_witness(task)
+            outcome = replace(outcome, witnessed=witnessed)
             verdict = self._verdict(attempt, shard.generation, outcome, wanted)
             if (yield from traced("agree", shard, verdict)):
                 assert ready is not None
@@ -231,7 +235,9 @@ class Restorer:
             return None, Outcome("room", f"rank {rank}: {error or 'MemoryError'}")
         except (EcckptError, OSError) as error:
             yield from self._source.await_agent()
-            return None, Outcome("bad", f"rank {rank}: {error}")
+            lacks = error.rank if isinstance(error, TooFewFragments) else -1
+            lacks = lacks if order.shards else shard.rank
+            return None, Outcome("bad", f"rank {rank}: {error}", lacks=lacks)
         return _Ready(delivery, load), Outcome("ok", "")
 
     def _restored(

@@ -37,7 +37,7 @@ from ecckpt.client.effects import (
 )
 from ecckpt.client.events import Message
 from ecckpt.client.restore.protocol import Order, Wanted, as_told, likely_home
-from ecckpt.client.state_effects import Brought, MakeShard, ProveHome, ReadShard
+from ecckpt.client.state_effects import Brought, GatherShard, MakeShard, ProveHome, ReadShard
 from ecckpt.errors import AgentUnreachable, EcckptError, NotHeld, NotMapped
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import ShardId
@@ -196,6 +196,32 @@ class ShardSource:
     def _prove(self, slot: Slot) -> Routine[Brought]:
         proof = ProveHome(slot, self._assign, _always, deadlines.CALL_S)
         return (yield from traced("prove", slot.header.shard, perform(proof)))
+
+    # -- for another rank -------------------------------------------------------------------------
+
+    def begin_witness(self, order: Order) -> Routine[Task[int] | None]:
+        """Begin to gather the shard that this rank is to gather as a witness, if it is one."""
+        sources = order.witnesses.get(self._cluster.rank)
+        if sources is None:
+            return None
+        try:
+            return (yield from perform(Start(self._witness(sources))))
+        except OSError as error:
+            yield from self._note(f"gathers nothing for other ranks: {error}")
+            return None
+
+    def end_witness(self, task: Task[int] | None) -> Routine[int]:
+        """The saved shard, by its rank, that was gathered as a witness; -1 if none was."""
+        return -1 if task is None else (yield from perform(Join(task, math.inf)))
+
+    def _witness(self, sources: ShardSources) -> Routine[int]:
+        timeout_s = deadlines.BRING_SHARE * self._timeout_s
+        try:
+            yield from perform(GatherShard(sources, self._patience_s, timeout_s))
+        except (EcckptError, OSError) as error:
+            yield from self._warn(f"cannot gather a shard for another rank either: {error}")
+            return -1
+        return sources.header.shard.rank
 
     # -- ahead ------------------------------------------------------------------------------------
 

@@ -26,11 +26,13 @@ class SimulatedNetwork:
     """The links of a cluster.
 
     ``faults`` apply to the messages that are sent from now on; ``injected`` counts the faults.
+    ``bulk_blocked`` is a node whose network passes no fragments, only small messages; "" for none.
     """
 
     def __init__(self, world: World) -> None:
         self.faults = NONE
         self.injected = 0
+        self.bulk_blocked = ""
         self._world = world
         self._partitions: list[tuple[frozenset[str], bool]] = []  # nodes, and whether one way
 
@@ -58,6 +60,10 @@ class SimulatedNetwork:
             if (source in nodes) != (target in nodes) and (not one_way or source in nodes):
                 return False
         return True
+
+    def passes_bulk(self, source: str, target: str) -> bool:
+        """Whether fragments get through between two nodes."""
+        return source == target or self.bulk_blocked not in (source, target)
 
     # -- messages ---------------------------------------------------------------------------------
 

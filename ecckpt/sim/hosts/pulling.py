@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ecckpt.sim.hosts.host import SimulatedHost
 
 _PULL_TIMEOUT_S = 10.0
+_NO_PROGRESS_S = 2.0  # a pull that gets no bytes for so long ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ class Puller:
                 data[self.world.rng.randrange(size_bytes)] ^= 1 << self.world.rng.randrange(8)
             return data
 
+        if not self.network.passes_bulk(self.node, address):
+            error = AgentUnreachable(address, "no bytes came")
+            return lambda process: self.world.after(_NO_PROGRESS_S, process.resume, error)
         return self.hosts[address].call(self.node, answering(serve), _PULL_TIMEOUT_S)
 
     def table(self, message: Fetch) -> Steps:

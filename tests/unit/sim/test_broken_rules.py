@@ -20,6 +20,7 @@ from ecckpt.agent.storage import memory_tier
 from ecckpt.client.effects import Join, StoreDrop, call_own
 from ecckpt.client.restore import coordinator
 from ecckpt.client.restore import protocol as ordering
+from ecckpt.client.restore.refusals import Refusals
 from ecckpt.client.restore.shard_source import ShardSource
 from ecckpt.client.save import archive_protocol as archiving
 from ecckpt.client.save.commit_protocol import CommitProtocol, Giving, key_of
@@ -218,6 +219,11 @@ def _takes_unread_disks_for_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator.Coordinator, "_await_disks", plan)
 
 
+def _believes_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one node cannot gather twice is passed over; no other node is asked."""
+    monkeypatch.setattr(Refusals, "witnesses", lambda self, generation: {})
+
+
 def _spends_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is no limit, and spare regions are never used again."""
 
@@ -276,8 +282,8 @@ def _tries_every_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def _refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was: a generation that failed once was passed over."""
 
-    class Hasty(ordering.Refusals):
-        def fail(self, generation: Generation, why: str) -> bool:
+    class Hasty(Refusals):
+        def fail(self, generation: Generation, outcomes: Any, why: str) -> bool:
             self.refused[generation] = why
             return True
 
@@ -415,6 +421,7 @@ STALLS = Faults(rank_stall_every_s=1.0, stall_s=8.0)
 ROT = Faults(rot_every_s=0.5, flip=0.1, rank_kill_every_s=5.0, host_loss_every_s=10.0, away_s=3.0)
 NOISE = Faults(flip=0.5)
 SLOW_DISKS = Faults(power_every_s=8.0, away_s=3.0, disk_slow_every_s=1.0, disk_slow_s=10.0)
+CUT_OFF = Faults(host_loss_every_s=10.0, away_s=1.0, bulk=1.0, bulk_s=300.0)
 DRIFT = Faults(drift=0.2)
 BREAKS = Faults(store_break=0.1, store_break_s=8.0)
 LOSSES_AND_NOISE = replace(LOSSES, flip=0.5, rank_kill_every_s=6.0)
@@ -448,6 +455,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_orders_another_generation_for_one_rank, "mixed", SLOW, 2),
     (_takes_absence_for_loss, "recovery", LOSSES, 1),
     (_takes_unread_disks_for_empty, "recovery", SLOW_DISKS, 4),
+    (_believes_one_node, "recovery", CUT_OFF, 1),
     (_spends_what_it_likes, "budget", NONE, 0),
     (_puts_two_fragments_on_a_node, "margin", LOSSES, 0),
     (_waits_for_ever, "liveness", NONE, 0),

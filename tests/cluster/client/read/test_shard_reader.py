@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecckpt.client.read import shard_reader
 from ecckpt.client.read.shard_reader import Peers, ShardReader
 from ecckpt.errors import CorruptFragment, NotHeld, TooFewFragments
 from ecckpt.format.block_ranges import covering
@@ -95,6 +96,18 @@ def test_ranges_are_those_of_the_whole_shard(saved, ranges, lost, count):
     if "n0" not in gone:
         assert pulled_bytes <= int(wanted.sum()) * BLOCK_BYTES
     assert reader.rebuilt_fragments <= 2
+
+
+def test_a_shard_is_proven_piece_by_piece_and_dropped(saved, monkeypatch):
+    cluster, report, shard = saved
+    monkeypatch.setattr(shard_reader, "_KEPT_BYTES", 3_000_000)
+    reader = reader_of(cluster, report, lost=("n0", "n2", "n5"))
+    reader.prove()
+    assert reader.pulled_bytes >= len(shard)
+    assert not any(reader.data)
+    with pytest.raises(TooFewFragments) as raised:
+        reader_of(cluster, report, lost=("n0", "n1", "n2", "n3")).prove()
+    assert raised.value.rank == 0
 
 
 def test_what_is_near_is_asked_first(saved):

@@ -359,6 +359,7 @@ class Bringing(Performer):
             margin=1,
             rejected={},
             shards=(),
+            witnesses={},
         )
 
     def bring(self, **options: Any) -> Any:

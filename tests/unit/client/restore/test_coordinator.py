@@ -9,7 +9,7 @@ from ecckpt.client.effects import CallAgents
 from ecckpt.client.events import GenerationRefused, RestoreDecided, RestorePlanned, TimelineBegun
 from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Outcome, Wanted
-from ecckpt.errors import AgentUnreachable, Fenced
+from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff
 from ecckpt.format.fragment_file import HOME
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import UNREAD_DISK
@@ -195,6 +195,21 @@ def test_a_generation_that_fails_twice_is_refused_and_the_older_one_taken():
         f"generation {newer} is tried again: rank 1: damaged",
         f"generation {newer} is refused: rank 1: damaged",
     ]
+
+
+def test_a_rank_on_another_node_gathers_what_a_rank_could_not():
+    lead = Lead(ranks=3, fences={"n0": 1})
+    gen = generation(1, 11)
+    for rank, node in enumerate(NODES[:3]):
+        lead.held[node] = [header(HOME, rank=rank, gen=gen, world_size=3, home=node)]
+    lead.order(known=[1])
+    bad = Outcome("bad", "rank 1: no bytes came", lacks=1)
+    assert lead.judge(gen, OK, bad, OK) is False
+    orders = lead.order(known=[1])
+    ((witness, sources),) = [pair for order in orders for pair in order.witnesses.items()]
+    assert (witness, sources.header.shard.rank, sources.homes) == (2, 1, ("n1",))
+    with pytest.raises(NodeCutOff, match="node n1 cannot gather rank 1"):
+        lead.judge(gen, OK, bad, Outcome("ok", "", witnessed=1))
 
 
 def test_where_dtensors_are_cut_anew_the_same_generation_is_ordered_whole():

@@ -4,7 +4,6 @@ import pytest
 
 from ecckpt.client.restore.protocol import (
     Outcome,
-    Refusals,
     Wanted,
     judge,
     likely_home,
@@ -40,15 +39,6 @@ def test_all_load_or_none():
 def test_no_room_is_no_reason_to_look_for_an_older_one():
     with pytest.raises(NoRoomToRestore, match="rank 3"):
         judge([Outcome("bad", "late"), Outcome("room", "rank 3: none")])
-
-
-def test_a_generation_is_refused_when_it_has_failed_twice():
-    refusals = Refusals()
-    assert refusals.fail(NEW, "late") is False
-    assert refusals.refused == {}
-    assert refusals.fail(OLD, "late") is False
-    assert refusals.fail(NEW, "damaged") is True
-    assert refusals.refused == {NEW: "damaged"}
 
 
 def test_what_is_passed_over_is_newer_and_lost():
