@@ -46,7 +46,7 @@ class Injector:
         self._ended = True
         self._cluster.network.faults = NONE
         self._cluster.network.heal_all()
-        self._cluster.network.bulk_blocked = ""
+        self._cluster.network.block_bulk("", 0.0)
         for host in self._cluster.hosts.values():
             host.memory.full = False
             if host.platter is not None:
@@ -148,14 +148,9 @@ class Injector:
     def _block_bulk(self, host: SimulatedHost) -> None:
         """Block fragments from and to a host, unless another host is blocked."""
         network = self._cluster.network
-        if network.bulk_blocked or self._ended:
-            return
-        network.bulk_blocked = host.node
-
-        def unblock() -> None:
-            network.bulk_blocked = ""
-
-        self._world.after(self._rng.uniform(0.0, self._faults.bulk_s), unblock)
+        if not network.bulk_blocked() and not self._ended:
+            blocked_s = self._rng.uniform(0.0, self._faults.bulk_s)
+            network.block_bulk(host.node, self._world.now_s + blocked_s)
 
     # -- faults of disks --------------------------------------------------------------------------
 

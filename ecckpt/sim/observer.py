@@ -50,7 +50,10 @@ class Observer:
                     truth.plan_chosen(generation, answering, session.wanted)
             case GenerationRefused(generation, answering, why):
                 if not self._is_stale(timeout_s):
-                    truth.generation_refused(generation, answering, why)
+                    # What lies on a node whose network passes no fragments, no other node can get.
+                    blocked = session.network.bulk_blocked(within_s=timeout_s)
+                    reachable = [node for node in answering if node != blocked]
+                    truth.generation_refused(generation, reachable, why)
             case RestoreDecided(timeline, generation, on_purpose):
                 truth.restore_decided(timeline, generation, on_purpose=on_purpose)
             case TimelineBegun(timeline, begun_at, on_purpose):

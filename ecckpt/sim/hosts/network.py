@@ -26,13 +26,13 @@ class SimulatedNetwork:
     """The links of a cluster.
 
     ``faults`` apply to the messages that are sent from now on; ``injected`` counts the faults.
-    ``bulk_blocked`` is a node whose network passes no fragments, only small messages; "" for none.
+    A node whose bulk data is blocked sends and gets no fragments, only small messages.
     """
 
     def __init__(self, world: World) -> None:
         self.faults = NONE
         self.injected = 0
-        self.bulk_blocked = ""
+        self._bulk: tuple[str, float] = ("", 0.0)  # the latest blocked node, and until when
         self._world = world
         self._partitions: list[tuple[frozenset[str], bool]] = []  # nodes, and whether one way
 
@@ -63,7 +63,16 @@ class SimulatedNetwork:
 
     def passes_bulk(self, source: str, target: str) -> bool:
         """Whether fragments get through between two nodes."""
-        return source == target or self.bulk_blocked not in (source, target)
+        return source == target or self.bulk_blocked() not in (source, target)
+
+    def block_bulk(self, node: str, until_s: float) -> None:
+        """Block the bulk data of a node."""
+        self._bulk = node, until_s
+
+    def bulk_blocked(self, within_s: float = 0.0) -> str:
+        """The node whose bulk data is blocked, or was within the last seconds; "" for none."""
+        node, until_s = self._bulk
+        return node if until_s > self._world.now_s - within_s else ""
 
     # -- messages ---------------------------------------------------------------------------------
 
