@@ -29,8 +29,9 @@ from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_byte
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.memory.gc_pause import collector_paused
+from ecckpt.policy.on_disk import on_disk
 from ecckpt.policy.placement import Node, Placement, parse_code, plan_placement
-from ecckpt.policy.survival import Inventory, on_disk, plan_recovery
+from ecckpt.policy.survival import Inventory, plan_recovery
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.encoding import pack_message, unpack_message
 from ecckpt.protocol.tracing import Tracer

@@ -34,7 +34,8 @@ IDLE_S = 20.0
 
 def guard(cluster: LocalCluster) -> dict[str, Any]:
     """Return the state of the holders that the home's agent reports."""
-    found: dict[str, Any] = cluster.client("n0").status()["runs"][RUN]["guard"]
+    (run,) = cluster.client("n0").status()["runs"].values()
+    found: dict[str, Any] = run["guard"]
     return found
 
 

@@ -92,6 +92,21 @@ class DuplicateNode(EcckptError, ValueError):
         self.node, self.addresses = node, tuple(addresses)
 
 
+class TwoHistories(EcckptError, ValueError):
+    """Several runs have the name that was asked for: jobs that did not know of each other.
+
+    ``runs`` are their full names, each with where it was found.
+    """
+
+    def __init__(self, run: str, runs: Mapping[str, str]) -> None:
+        found = ", ".join(f"{name} ({where})" for name, where in sorted(runs.items()))
+        super().__init__(
+            f"run {run!r} has {len(runs)} histories: {found}",
+            hint=f'choose one by its full name, run="{min(runs)}"; ecckpt forget drops another',
+        )
+        self.runs = dict(runs)
+
+
 class WrongOrder(EcckptError, RuntimeError):
     """A call that another call must precede."""
 

@@ -172,7 +172,7 @@ class Checkpointer:
         What a loss of power of the whole cluster comes back to. Asks the agent; raises
         ``AgentUnreachable``.
         """
-        run = self._connections.agent.status()["runs"].get(self._config.run, {})
+        run = self._connections.agent.status()["runs"].get(self._cluster.run, {})
         stored = run.get("stored", ())
         return Generation.parse(stored[-1]) if stored else None
 
@@ -183,7 +183,7 @@ class Checkpointer:
         again in the background. None while that is not known. The margin of the run is the least
         of all nodes. Asks this node's agent; raises ``AgentUnreachable``.
         """
-        run = self._connections.agent.status()["runs"].get(self._config.run, {})
+        run = self._connections.agent.status()["runs"].get(self._cluster.run, {})
         margin: int | None = run["guard"]["margin"] if run.get("guard") else None
         return margin
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from ecckpt.errors import InvalidConfig
-from ecckpt.format.ids import check_name
+from ecckpt.format.ids import check_name, check_run
 from ecckpt.memory.native import AUTO
 from ecckpt.policy.placement import CodeSpec
 from ecckpt.policy.retention import Keep
@@ -54,7 +54,7 @@ class ClusterConfig:
     replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_name("run", self.run)
+        check_run(self.run)
         if self.min_margin < 0:
             raise InvalidConfig(f"min_margin={self.min_margin} is negative")
         if self.every_steps < 1:

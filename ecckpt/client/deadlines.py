@@ -19,6 +19,8 @@ START_AGENT_S, START_LOOK_S = 30.0, 0.02
 SESSION_S = 60.0
 # Each rank finds or starts its agent before it joins, and hosts differ.
 JOIN_S = 120.0
+# What agents get to finish reading their disks where none of them knows the run yet.
+DISKS_AT_JOIN_S = 60.0
 # After its deadline rank 0 writes which ranks were late; the others wait so long for that.
 LATE_RANKS_S = 5.0
 # Between two looks at a store that cannot be cloned.

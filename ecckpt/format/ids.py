@@ -9,6 +9,7 @@ from functools import lru_cache
 from ecckpt.errors import InvalidConfig, InvalidMessage
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_IDENTITY = re.compile(r"~[0-9a-f]{16}")
 _GENERATION = re.compile(r"(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 
@@ -20,6 +21,34 @@ def check_name(what: str, name: str) -> str:
             hint="1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit",
         )
     return name
+
+
+def check_run(run: str) -> str:
+    """Return ``run`` if it names a run, in full or not, else raise ``InvalidConfig``.
+
+    A run has the name that the user gave and an identity, 16 hex digits that are drawn at its first
+    start: ``name~identity`` is its full name. Runs of one name and two identities are different
+    runs: jobs that did not know of each other.
+    """
+    name = plain_name(run)
+    identity = run[len(name) :]
+    if identity and not _IDENTITY.fullmatch(identity):
+        raise InvalidConfig(
+            f"run {run!r} is not a usable name",
+            hint="what follows a '~' is the run's identity, 16 hexadecimal digits",
+        )
+    check_name("run", name)
+    return run
+
+
+def plain_name(run: str) -> str:
+    """The name that the user gave, without the identity."""
+    return run.partition("~")[0]
+
+
+def is_run(run: str, wanted: str) -> bool:
+    """Whether a full name is the wanted one, or has the wanted name if that lacks an identity."""
+    return run == wanted or plain_name(run) == wanted
 
 
 @dataclass(frozen=True, order=True, slots=True)

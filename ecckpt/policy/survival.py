@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, repeat
 from operator import attrgetter
 
+from ecckpt.errors import TwoHistories
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation
+from ecckpt.format.ids import Generation, is_run
 from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
 
 
@@ -153,6 +154,8 @@ def plan_recovery(
     A generation that a roll-back abandons is chosen only by name: by ``generation``, or by ``step``
     (the newest timeline with that step, preferably one that is not abandoned). ``refused`` are
     generations that were tried and failed.
+
+    Raises ``TwoHistories`` if files of several runs are there that ``run`` may mean.
     """
     inventories = list(inventories)
     found = _found(run, inventories)
@@ -192,43 +195,6 @@ def plan_recovery(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class OnDisk:
-    """Generations on disk, oldest first.
-
-    ``told``: generations that an agent was told are on disk everywhere; while nodes are away, some
-    of them cannot be restored. ``seen``: generations whose shards are found on enough disks now,
-    told or not: the rank that counted them may have died before it told the agents.
-    """
-
-    told: tuple[Generation, ...] = ()
-    seen: tuple[Generation, ...] = ()
-
-
-def on_disk(run: str, inventories: Iterable[Inventory]) -> OnDisk:
-    """Which generations would survive a loss of power of all nodes, with every shard on disk."""
-    inventories = list(inventories)
-    told = max(
-        (inventory.stored for inventory in inventories if inventory.stored),
-        key=lambda stored: (stored[-1], len(stored)),
-        default=(),
-    )
-    without_memory = [
-        replace(inventory, headers=Headers.from_headers(())) for inventory in inventories
-    ]
-    found = plan_recovery(run, without_memory).generations
-    seen = (report.generation for report in found if all(map(_is_stored, report.shards)))
-    return OnDisk(told, tuple(sorted(seen)))
-
-
-def _is_stored(shard: ShardReport) -> bool:
-    if shard.header is None:
-        return False
-    # With n = 1 the fragment is the shard, so a home copy is as good.
-    have = len(shard.fragments) + (bool(shard.homes) and shard.header.n == 1)
-    return have >= shard.header.k
-
-
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
     ruins: dict[str, str] = {}
     inventories = list(inventories)
@@ -252,7 +218,7 @@ _Found = list[tuple[Header, list[_Piece]]]
 """The headers found of one shard, each with its files; usually there is one header."""
 
 
-def _found(run: str, inventories: Iterable[Inventory]) -> dict[Generation, dict[int, _Found]]:
+def _found(run: str, inventories: list[Inventory]) -> dict[Generation, dict[int, _Found]]:
     """Generation -> rank -> what was found of the shard, in the order of the nodes' names."""
     # Files of a shard mostly share one header object (format/header_columns.py). Grouped by
     # identity, each object is looked at once; the inventories of a large run list hundreds of
@@ -267,10 +233,22 @@ def _found(run: str, inventories: Iterable[Inventory]) -> dict[Generation, dict[
             for key, piece in zip(keys, zip(files.indices, repeat(node)), strict=True):
                 pieces[key].append(piece)
     found: dict[Generation, dict[int, _Found]] = defaultdict(lambda: defaultdict(list))
+    names = {header.shard.run for header in headers.values()}
+    names = {name for name in names if is_run(name, run)}
+    if len(names) > 1:
+        raise TwoHistories(run, {name: _nodes_of(name, inventories) for name in names})
     for key, header in headers.items():
-        if header.shard.run == run:
+        if header.shard.run in names:
             found[header.shard.generation][header.shard.rank].append((header, pieces[key]))
     return found
+
+
+def _nodes_of(run: str, inventories: Iterable[Inventory]) -> str:
+    return "nodes " + ", ".join(
+        each.node
+        for each in inventories
+        if any(header.shard.run == run for header in chain(each.headers, each.disk))
+    )
 
 
 def _report(

@@ -22,7 +22,7 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the number of ranks
 

@@ -22,11 +22,12 @@ from ecckpt.errors import (
     RequestRefused,
     TmpfsFull,
     TooFewFragments,
+    TwoHistories,
 )
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.messages.disk import Retain, Store, Stored, Verified, Verify
-from ecckpt.protocol.messages.node import Done
+from ecckpt.protocol.messages.node import Done, Identities
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe, Repair
 from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Fetched, Forget
 from ecckpt.protocol.messages.save import (
@@ -116,6 +117,9 @@ HOLD = Verb(
 HELD = Verb(name="held", request=Held, answer=Done)
 COMMIT = Verb(name="commit", request=Commit, answer=Done, errors=(Fenced,))
 
+# -- joining -------------------------------------------------------------------------------------
+IDENTITIES = Verb(name="identities", request=str, answer=Identities)
+
 # -- a restore ------------------------------------------------------------------------------------
 BEGIN = Verb(name="begin", request=Begin, answer=Inventory, errors=(Fenced, InvalidConfig))
 FENCE = Verb(name="fence", request=Fence, answer=Done, errors=(Fenced,))
@@ -131,9 +135,12 @@ SLOT = Verb(name="slot", request=ShardId, answer=Slot, local=True, errors=(NotHe
 ASSIGN = Verb(
     name="assign", request=Assign, answer=Slot, local=True, errors=(NotHeld, InvalidMessage)
 )
-INVENTORY = Verb(name="inventory", request=str, answer=Inventory)
+INVENTORY = Verb(name="inventory", request=str, answer=Inventory, errors=(TwoHistories,))
 FORGET = Verb(
-    name="forget", request=Forget, answer=Done, errors=(Fenced, InvalidConfig, RequestRefused)
+    name="forget",
+    request=Forget,
+    answer=Done,
+    errors=(Fenced, InvalidConfig, RequestRefused, TwoHistories),
 )
 
 # -- repair ---------------------------------------------------------------------------------------
@@ -154,7 +161,7 @@ VERIFY = Verb(name="verify", request=Verify, answer=Verified, errors=(NotHeld, R
 
 # -- traces ---------------------------------------------------------------------------------------
 SPANS = Verb(name="spans", request=Spans, answer=Done, local=True)
-TRACE = Verb(name="trace", request=str, answer=Trace)
+TRACE = Verb(name="trace", request=str, answer=Trace, errors=(TwoHistories,))
 
 VERBS: dict[str, Verb[Any, Any]] = {
     each.name: each for each in list(globals().values()) if isinstance(each, Verb)

@@ -29,6 +29,7 @@ from ecckpt.protocol.messages.save import Reserve, Stage
 from ecckpt.protocol.verbs import RESERVE, SLOT, STAGE
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.builders import SESSION
+from tests.support.runs import run_status
 from tests.support.stored import store
 from tests.support.worlds import World, instead_of, same_state, states_for
 
@@ -195,7 +196,7 @@ def test_dead_trainers_and_neighbours_side_by_side(cluster6: LocalCluster) -> No
             file.write(b"half of it")
         if step % 2:
             client.call(STAGE, Stage(header, slot.region))
-    left = client.status()["runs"]["test"]
+    left = run_status(client)
     assert left["used_bytes"] < 2 * header.file_bytes
     states = states_for(6, seed=1)
     with World(cluster6, code=(3, 2)) as world:

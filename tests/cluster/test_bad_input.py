@@ -30,6 +30,7 @@ from ecckpt.protocol.messages.node import NodeInfo
 from ecckpt.protocol.messages.restore import Begin, Fetch
 from ecckpt.protocol.verbs import BEGIN, FETCH, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.runs import run_status
 from tests.support.worlds import World, instead_of, same_state, states_for
 
 
@@ -326,7 +327,7 @@ def test_a_restart_that_was_overtaken_hears_of_it(
     judge = Coordinator.judge
 
     def overtaken(coordinator: Coordinator, *arguments: Any) -> Routine[bool]:
-        cluster1.client("n0").call(BEGIN, Begin("test", 9, "f" * 16))
+        cluster1.client("n0").call(BEGIN, Begin(coordinator._cluster.run, 9, "f" * 16))
         return (yield from judge(coordinator, *arguments))
 
     monkeypatch.setattr(Coordinator, "judge", overtaken)
@@ -338,8 +339,9 @@ def test_a_restart_that_was_overtaken_hears_of_it(
 def test_a_restart_goes_above_what_its_own_agent_did_not_know(
     cluster6: LocalCluster,
 ) -> None:
-    cluster6.client("n4").call(BEGIN, Begin("test", 9, "f" * 16))
-    with World(cluster6, code=(3, 2)) as world:
+    run = f"test~{'0' * 16}"
+    cluster6.client("n4").call(BEGIN, Begin(run, 9, "f" * 16))
+    with World(cluster6, code=(3, 2), run=run) as world:
         world.restore(states_for(6, seed=1))
         assert {each.timeline for each in world.checkpointers} == {10}
     fences = {cluster6.client(node).call(INVENTORY, "test").fence for node in cluster6.nodes}
@@ -450,7 +452,7 @@ def test_an_agent_killed_during_training_is_back_for_the_next_save(
         assert all(handle.wait(30) for handle in world.save(1, states))
         cluster6.restart("n2")  # SIGKILL; the memory stays, and is adopted
         assert all(handle.wait(30) for handle in world.save(2, states))
-        assert cluster6.client("n2").status()["runs"]["test"]["fragments"] == 5
+        assert run_status(cluster6.client("n2"))["fragments"] == 5
 
 
 def test_an_agent_that_is_gone_is_started_again_as_the_node_it_was(

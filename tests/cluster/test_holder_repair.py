@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ecckpt.testing.local_cluster import LocalCluster, children
+from tests.support.runs import run_status
 from tests.support.worlds import World, same_state, states_for
 
 
@@ -23,7 +24,7 @@ def soon(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def guard(cluster: LocalCluster, node: str) -> dict[str, Any]:
-    found: dict[str, Any] = cluster.client(node).status()["runs"]["test"]["guard"]
+    found: dict[str, Any] = run_status(cluster.client(node))["guard"]
     return found
 
 
@@ -49,9 +50,11 @@ def test_an_emptied_holder_is_filled_again_and_any_three_others_may_go(
         port = cluster6.client("n0").node().address
         with urllib.request.urlopen(f"http://{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        assert 'ecckpt_margin_nodes{run="test"} 3' in lines
-        assert 'ecckpt_repairs_total{run="test"} 1' in lines
-        assert 'ecckpt_committed_step{run="test"} 4' in lines
+        (run,) = cluster6.client("n0").status()["runs"]
+        labels = f'{{run="test",identity="{run.removeprefix("test~")}"}}'
+        assert f"ecckpt_margin_nodes{labels} 3" in lines
+        assert f"ecckpt_repairs_total{labels} 1" in lines
+        assert f"ecckpt_committed_step{labels} 4" in lines
     cluster6.kill("n0", "n1", "n2")
     cluster6.replace("n0", "n1", "n2")
     blank = states_for(2, seed=0)

@@ -20,6 +20,7 @@ from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.verbs import INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.media import frozen, small_ext4, small_tmpfs
+from tests.support.runs import run_status
 from tests.support.worlds import World, same_state, states_for
 
 
@@ -142,7 +143,7 @@ def test_one_node_keeps_its_run_through_a_loss_of_power(
         assert main(["plan-restore", "test", address, "--without-memory"]) == 1
         assert f"* {generation}  recoverable" in capsys.readouterr().out
         cluster.cut_power()
-        newest = next((tmp_path / "n0" / "files").glob("test@1.2.*@home.ecckpt"))
+        newest = next((tmp_path / "n0" / "files").glob("test~*@1.2.*@home.ecckpt"))
         raw = bytearray(newest.read_bytes())
         raw[100] ^= 1
         newest.write_bytes(raw)
@@ -151,8 +152,8 @@ def test_one_node_keeps_its_run_through_a_loss_of_power(
             states = states_for(1, seed=0)
             assert world.restore(states)[0].step == 1
         assert same_state(states[0], states_for(1, seed=1)[0])
-        status = cluster.client("n0").status()
-        assert "CRC32C" in status["runs"]["test"]["rejected"][f"disk/{newest.name}"]
+        status = run_status(cluster.client("n0"))
+        assert "CRC32C" in status["rejected"][f"disk/{newest.name}"]
         assert newest.read_bytes() == raw
 
 
@@ -170,7 +171,7 @@ def test_a_full_disk_costs_its_own_redundancy_and_is_reported(tmp_path: Path) ->
         world.restore(states_for(6, seed=0))
         old, new = save_all(world, 1, 2)
         problems = {node: cluster.client(node).status() for node in ("n1", "n2", "n3")}
-        runs = {node: status["runs"]["test"] for node, status in problems.items()}
+        runs = {node: run_status(cluster.client(node)) for node in problems}
         assert "bytes wanted" in runs["n1"]["disk_problems"][0]
         assert "disk" in problems["n2"]["disk"]["problem"]
         assert runs["n2"]["disk_files"] == 0
@@ -196,8 +197,8 @@ def test_a_frozen_disk_keeps_no_save_waiting_and_catches_up(tmp_path: Path) -> N
             for step in range(2, 6):
                 (handle,) = world.save(step, states_for(1, seed=step))
                 assert handle.wait(10)
-                status = cluster.client("n0").status()
-            assert status["runs"]["test"]["disk_waiting_bytes"] > 0
+                status = run_status(cluster.client("n0"))
+            assert status["disk_waiting_bytes"] > 0
             assert world.checkpointers[0].stored() == first
         await_true(lambda: world.checkpointers[0].stored() == handle.generation)
         world.close()
@@ -248,4 +249,4 @@ def test_without_disks_nothing_is_asked_of_them(cluster1: LocalCluster) -> None:
         assert world.checkpointers[0].stored() is None
     status = cluster1.client("n0").status()
     assert status["disk"] == {"folder": "", "problem": ""}
-    assert status["runs"]["test"]["disk_files"] == 0
+    assert run_status(cluster1.client("n0"))["disk_files"] == 0

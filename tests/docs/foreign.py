@@ -100,10 +100,10 @@ class ForeignRank:
 
     def join(self):
         self.node = msgpack.unpackb(self.ask("GET", "/v1/node"))
-        assert (self.node["protocol_version"], self.node["format_version"]) == (7, 1)
+        assert (self.node["protocol_version"], self.node["format_version"]) == (8, 1)
         member = {"info": self.node, "problem": "", "fingerprint": self._fingerprint}
         roster = msgpack.unpackb(self.exchange("join", msgpack.packb(member)))
-        self.roster = roster
+        self.roster, self.run = roster, roster["run"]
         self.local_ranks, self.share = roster["local_ranks"], roster["share"]
         self.address = {node["node"]: node["address"] for node in roster["nodes"]}
         self._place([(node["domain"], node["node"]) for node in roster["nodes"]])

@@ -154,6 +154,7 @@ def test_no_path_is_made_up():
     known = {f"/v1/runs/{{run}}/{verb}" for verb in verbs()} | literals()[0]
     assert listed - known == {
         "/v1/runs/{run}/inventory",
+        "/v1/runs/{run}/identities",
         "/v1/runs/{run}/trace",
         f"{SHARD}/table",
         f"{SHARD}/shard",
@@ -214,6 +215,7 @@ def test_header_travels_as_listed():
 
 EXAMPLES = [
     errors.Fenced(timeline=1, current=2),
+    errors.TwoHistories("test", {"test~a": "n1", "test~b": "n2"}),
     errors.NotHeld("n1 has no such thing"),
     errors.InvalidMessage("no such message"),
     errors.InvalidConfig("no name"),
@@ -295,6 +297,9 @@ class Http:
 
     def call(self, verb, message):
         """Return the status and the decoded answer to a verb."""
+        if VERBS[verb].is_read:
+            status, body = self.ask("GET", f"/v1/runs/{message}/{verb}")
+            return status, msgpack.unpackb(body)
         path = f"/v1/runs/{run_of(message)}/{verb}"
         status, body = self.ask("POST", path, pack_message(message))
         return status, msgpack.unpackb(body)
@@ -410,6 +415,11 @@ def _fetches_nothing(http, monkeypatch):
     monkeypatch.setattr(fetch, "FETCHES", 0)
 
 
+def _knows_two_runs(http, monkeypatch):
+    for digit in "ab":
+        http.agent.commit(Commit(f"twice~{digit * 16}", NOW))
+
+
 def _reads_its_disk(http, monkeypatch):
     http.agent.core.ledgers.await_disk()
 
@@ -474,6 +484,9 @@ PROVOKED = {
     ("slot", "InvalidMessage"): (own().shard, _has_a_staged_slot),
     ("assign", "NotHeld"): (Assign(own().shard), None),
     ("assign", "InvalidMessage"): (Assign(own().shard), _has_a_staged_slot),
+    ("inventory", "TwoHistories"): ("twice", _knows_two_runs),
+    ("trace", "TwoHistories"): ("twice", _knows_two_runs),
+    ("forget", "TwoHistories"): (Forget("twice", 3, SESSION), _knows_two_runs),
     ("forget", "Fenced"): (Forget("test", 1, SESSION), None),
     ("forget", "InvalidConfig"): (Forget("test", 3, "no name"), None),
     ("forget", "RequestRefused"): (Forget("test", 3, SESSION), _reads_its_disk),

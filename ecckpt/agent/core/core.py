@@ -259,6 +259,8 @@ class Core:
         ]
 
     def _fence(self, message: Begin | Forget | Fence) -> list[Action]:
+        if isinstance(message, Forget):  # of people, who may leave the identity out
+            message = replace(message, run=self.ledgers.full_name(message.run))
         record = self.ledgers.of(message.run)
         if isinstance(message, Fence):
             newer = record.admit(message.timeline)

@@ -20,9 +20,9 @@ from ecckpt.agent.core.actions import (
     Remove,
 )
 from ecckpt.agent.core.run_record import Entry, RunNotes, RunRecord
-from ecckpt.errors import NotHeld
+from ecckpt.errors import NotHeld, TwoHistories
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
-from ecckpt.format.ids import Generation, ShardId, check_name
+from ecckpt.format.ids import Generation, ShardId, check_run, is_run
 from ecckpt.policy.survival import UNREAD_DISK, UNREADABLE_DISK
 
 if TYPE_CHECKING:
@@ -51,13 +51,33 @@ class RunRecords:
     def of(self, run: str) -> RunRecord:
         """The record of a run, to change it; created if the run is not known yet."""
         if run not in self._runs:
-            check_name("run", run)
+            check_run(run)
             self._runs[run] = RunRecord(run=run, rejected=self.rejected)
         return self._runs[run]
 
     def look(self, run: str) -> RunRecord:
-        """The record of a run, to read it; an empty one, not kept, if the run is not known."""
-        return self._runs.get(run) or RunRecord(run=run, rejected=self.rejected)
+        """The record of a run, to read it; an empty one, not kept, if the run is not known.
+
+        A name without identity finds the run that has this name. Raises ``TwoHistories`` if
+        several have it.
+        """
+        full = self.full_name(run)
+        return self._runs.get(full) or RunRecord(run=full, rejected=self.rejected)
+
+    def full_name(self, run: str) -> str:
+        """The full name of the run that is meant; ``run`` itself if none is known."""
+        if run in self._runs:
+            return run
+        known = self.identities(run)
+        if len(known) > 1:
+            raise TwoHistories(run, dict.fromkeys(known, f"node {self.node}"))
+        others = [each for each in self.runs() if is_run(each, run)]
+        return next(iter(known or others), run)
+
+    def identities(self, run: str) -> tuple[str, ...]:
+        """Full names of the runs that are meant, of those that have or had a generation here."""
+        records = [record for name, record in self._runs.items() if is_run(name, run)]
+        return tuple(sorted(each.run for each in records if _knows_generations(each)))
 
     # -- writers ----------------------------------------------------------------------------------
 
@@ -366,3 +386,8 @@ class RunRecords:
 
 def _name(index: int) -> str:
     return "home copy" if index == HOME else f"fragment {index}"
+
+
+def _knows_generations(record: RunRecord) -> bool:
+    known = record.entries, record.files, record.stored, record.committed, record.restored
+    return any(known)

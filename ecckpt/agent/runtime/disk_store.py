@@ -23,7 +23,7 @@ from ecckpt.agent.storage.disk import FILES, DiskFile, DiskTier, write_small
 from ecckpt.agent.storage.volume import Volume
 from ecckpt.errors import CorruptFragment, InvalidMessage, NotHeld
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
-from ecckpt.format.ids import check_name
+from ecckpt.format.ids import check_run
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class Disk:
             with _guarded(found, path):
                 self._check_regular(path)
                 raw = volume.read(path, 0, _STATE_LIMIT_BYTES)
-                found.notes[check_name("run", path.stem)] = unpack_notes(raw, path.name)
+                found.notes[check_run(path.stem)] = unpack_notes(raw, path.name)
         for path in self._tier.found():
             with _guarded(found, path):
                 self._check_regular(path)
                 adopted = self._tier.adopt(path)
-                check_name("run", adopted.header.shard.run)
+                check_run(adopted.header.shard.run)
                 found.files.append(adopted)
         return found
 

@@ -25,6 +25,7 @@ from ecckpt.errors import (
     NotMapped,
     RequestRefused,
     TmpfsFull,
+    TwoHistories,
     facts,
 )
 from ecckpt.format.ids import Generation, ShardId
@@ -57,6 +58,7 @@ _REASONS = {
 _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (NotHeld, 404),
     (Fenced, 409),
+    (TwoHistories, 409),
     (InvalidMessage, 400),
     (InvalidConfig, 400),
     (MemoryBudgetTooSmall, 507),

@@ -57,5 +57,11 @@ def exposition(status: _Facts) -> str:
         for run, facts in status["runs"].items():
             value = value_of(facts)
             if value is not None:
-                lines.append(f'{name}{{run="{run}"}} {value}')
+                lines.append(f"{name}{{{_labels(run)}}} {value}")
     return "\n".join(lines) + "\n"
+
+
+def _labels(run: str) -> str:
+    """A series goes on under the run's plain name; its identity tells two runs of a name apart."""
+    name, _, identity = run.partition("~")
+    return f'run="{name}"' + (f',identity="{identity}"' if identity else "")

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from ecckpt.policy.survival import UNREADABLE_DISK, Inventory
 from ecckpt.protocol.encoding import PROTOCOL_VERSION
 from ecckpt.protocol.http import Pace
 from ecckpt.protocol.messages.disk import Block, Retain, Store, Stored, Verified, Verify
-from ecckpt.protocol.messages.node import Done, NodeInfo
+from ecckpt.protocol.messages.node import Done, Identities, NodeInfo
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe, Repair
 from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Fetched, Forget
 from ecckpt.protocol.messages.save import (
@@ -257,10 +258,16 @@ class AgentService:
         with self._changed:
             return self.core.ledgers.look(run).inventory(self.info.node)
 
+    def identities(self, run: str) -> Identities:
+        """Which runs of this name the node knows."""
+        with self._changed:
+            records = self.core.ledgers
+            return Identities(records.identities(run), records.awaits_disk)
+
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which any complete file is here."""
         with self._changed:
-            return self.core.ledgers.table(shard)
+            return self.core.ledgers.table(self._in_full(shard))
 
     def locate(
         self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
@@ -272,18 +279,24 @@ class AgentService:
         """
         with self._changed:
             where, offset, size_bytes = self.core.ledgers.locate(
-                shard, index, last=last, early=early
+                self._in_full(shard), index, last=last, early=early
             )
         return where.path, offset, size_bytes
 
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:
         """File, offset and length of the safetensors file within a home copy."""
         with self._changed:
-            where, offset, size_bytes = self.core.ledgers.locate_shard(shard)
+            where, offset, size_bytes = self.core.ledgers.locate_shard(self._in_full(shard))
         return where.path, offset, size_bytes
+
+    def _in_full(self, shard: ShardId) -> ShardId:
+        """The shard with the run's full name: people leave the identity out."""
+        return replace(shard, run=self.core.ledgers.full_name(shard.run))
 
     def trace(self, run: str) -> Trace:
         """The spans of this agent and of the ranks of its node."""
+        with self._changed:
+            run = self.core.ledgers.full_name(run)
         return Trace(self.info.node, self._ranks_tracer.spans_of(run), self._tracer.spans_of(run))
 
     def spans(self, message: Spans) -> Done:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ecckpt.client.cluster.run_identity import known_run
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
 from ecckpt.policy.survival import Inventory
@@ -46,7 +47,11 @@ def holdings(run: str, agents: Sequence[AgentClient]) -> tuple[list[Holding], in
 
     Returns:
         The holdings in the order of ``agents``, and the newest timeline that any of them knows.
+
+    Raises:
+        TwoHistories: several runs have this name.
     """
+    run = known_run(run, agents)
     answers = call_each(agents, lambda agent: _holding_at(agent, run))
     return [holding for holding, _ in answers], max((fence for _, fence in answers), default=0)
 
@@ -79,7 +84,9 @@ def forget_run(run: str, agents: Sequence[AgentClient]) -> list[Holding]:
 
     Raises:
         Fenced: the run was started again meanwhile.
+        TwoHistories: several runs have this name.
     """
+    run = known_run(run, agents)
     before, newest = holdings(run, agents)
     message = Forget(run, newest + 1, secrets.token_hex(8))
     both = list(zip(before, agents, strict=True))

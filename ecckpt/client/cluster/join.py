@@ -17,6 +17,7 @@ from ecckpt.client.cluster.connections import Connections
 from ecckpt.client.cluster.local_agent import check_reachable, find_or_start, local_client
 from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.cluster.rendezvous import Meeting
+from ecckpt.client.cluster.run_identity import find_run
 from ecckpt.client.config import ClusterConfig, NodeConfig
 from ecckpt.errors import AgentUnreachable, DuplicateNode, EcckptError, InvalidConfig
 from ecckpt.policy.placement import Node, parse_code, plan_placement
@@ -40,9 +41,11 @@ class _Member:
 class _Roster:
     """What rank 0 answers to a rank.
 
-    ``homes`` is filled for rank 0 only; ``share`` is as in ``Cluster``.
+    ``run`` is the full name of the run. ``homes`` is filled for rank 0 only; ``share`` is as in
+    ``Cluster``.
     """
 
+    run: str
     nodes: tuple[NodeInfo, ...]
     local_ranks: int
     homes: tuple[str, ...]
@@ -79,11 +82,11 @@ def join(
     if meeting.rank == 0:
         level = logging.INFO if code.holders else logging.WARNING
         _log.log(
-            level, "run %s, %d node(s): %s", config.run, len(roster.nodes), placement.promise()
+            level, "run %s, %d node(s): %s", roster.run, len(roster.nodes), placement.promise()
         )
     agent = local_client(node.root)
     cluster = Cluster(
-        run=config.run,
+        run=roster.run,
         session=meeting.session,
         rank=meeting.rank,
         ranks=meeting.world_size,
@@ -128,12 +131,14 @@ def _meet(
         check_reachable(nodes, token)
         # Checked here so that all ranks raise the same error; each rank parses the code again.
         parse_code(config.code, len(nodes))
+        run = find_run(config.run, [AgentClient(node.address, token) for node in nodes])
         names = tuple(home.node for home in homes)
         ranks_at = Counter(names)
         idle = [node.node for node in nodes if node.node not in ranks_at]
         return [
             pack_message(
                 _Roster(
+                    run=run,
                     nodes=tuple(nodes),
                     local_ranks=ranks_at[name],
                     # Sent to one rank, or the answers together would grow as ranks squared.

@@ -27,7 +27,7 @@ from ecckpt.errors import (
     NothingToRestore,
     StateMismatch,
 )
-from ecckpt.format.ids import Generation, check_name
+from ecckpt.format.ids import Generation, check_run
 from ecckpt.policy.survival import GenerationReport, Inventory, plan_recovery, sources_of
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.fan_out import call_each
@@ -249,7 +249,7 @@ def open(  # noqa: A001  (its public name is ecckpt.open)
         CorruptFragment, TooFewFragments: the checksums of a shard fail, and not enough good
             fragments are left. Older generations may be opened by their step.
     """
-    check_name("run", run)
+    check_run(run)
     addresses = [agents] if isinstance(agents, str) else list(agents)
     if not addresses:
         raise InvalidConfig("no agents given", hint="give host:port of at least one")

@@ -41,8 +41,9 @@ from ecckpt.client.restore.protocol import (
 from ecckpt.client.restore.refusals import Refusals
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
+from ecckpt.policy.on_disk import OnDisk, on_disk
 from ecckpt.policy.rollbacks import RollBack, in_force
-from ecckpt.policy.survival import Inventory, OnDisk, RecoveryPlan, on_disk, plan_recovery
+from ecckpt.policy.survival import Inventory, RecoveryPlan, plan_recovery
 from ecckpt.protocol.messages.restore import Begin, Fence
 from ecckpt.protocol.verbs import BEGIN, FENCE, INVENTORY, Verb
 

@@ -23,9 +23,9 @@ from ecckpt.client.effects import CallAgent, Compute, Now, Report, Routine, perf
 from ecckpt.client.events import Message
 from ecckpt.errors import EcckptError, Fenced
 from ecckpt.format.ids import Generation
+from ecckpt.policy.on_disk import OnDisk
 from ecckpt.policy.retention import Keep, ranks_short
 from ecckpt.policy.rollbacks import RollBack
-from ecckpt.policy.survival import OnDisk
 from ecckpt.protocol.messages.disk import Retain, Store, Stored
 from ecckpt.protocol.verbs import RETAIN, STORE
 

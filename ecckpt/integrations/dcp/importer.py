@@ -22,7 +22,7 @@ from ecckpt.client.checkpointer import Checkpointer
 from ecckpt.client.config import NodeConfig
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.errors import EcckptError, InvalidFolder
-from ecckpt.format.ids import check_name
+from ecckpt.format.ids import check_run
 from ecckpt.integrations.dcp.pickle_opcodes import (
     MALFORMED,
     Name,
@@ -97,7 +97,7 @@ def import_dcp(
         UnsupportedState: a value that only unpickling could make; the message has its name.
         InvalidConfig: an agent knows the run already.
     """
-    check_name("run", run)
+    check_run(run)
     state, notes = read_folder(folder)
     require_new(run, NodeConfig.from_environment(root), agents)
     with Checkpointer(

@@ -14,7 +14,7 @@ from ecckpt.client.checkpointer import Checkpointer
 from ecckpt.client.cluster.local_agent import find_or_start, local_client
 from ecckpt.client.config import NodeConfig
 from ecckpt.errors import InvalidConfig, InvalidFolder
-from ecckpt.format.ids import check_name
+from ecckpt.format.ids import check_run
 from ecckpt.integrations.safetensors.index import aliases_in, read_listing
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.verbs import INVENTORY
@@ -61,7 +61,7 @@ def import_safetensors(
         InvalidFolder: a file is missing, left over, changed, or not a safetensors file.
         InvalidConfig: an agent knows the run already, or a tie does not fit the folder.
     """
-    check_name("run", run)
+    check_run(run)
     model = read_weights(folder)
     for alias, name in (ties or {}).items():
         if name not in model or alias in model:

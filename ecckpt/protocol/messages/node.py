@@ -21,6 +21,17 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Identities:
+    """Full names of the runs of one name that an agent has or had generations of.
+
+    ``awaits_disk``: there may be more on the disk, which is still being read.
+    """
+
+    runs: tuple[str, ...]
+    awaits_disk: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request was refused: the error's class name, its text and its whole numbers."""
 

@@ -20,10 +20,11 @@ import ecckpt
 from ecckpt.client.cluster.local_agent import local_client
 from ecckpt.client.save.commit_protocol import CommitProtocol
 from ecckpt.errors import InvalidConfig, InvalidMessage, NothingToRestore, StateMismatch, WrongOrder
-from ecckpt.format.ids import ShardId
 from ecckpt.protocol.agent_client import shard_path
 from ecckpt.protocol.http import request
+from ecckpt.protocol.verbs import INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.runs import run_status
 from tests.support.worlds import World, same_state, states_for
 
 
@@ -274,7 +275,7 @@ def test_memory_is_recycled_and_stays_bounded(cluster1: LocalCluster) -> None:
             if step == 3:
                 before = descriptors()
             if step > 3:
-                used.add(client.status()["runs"]["test"]["used_bytes"])
+                used.add(run_status(client)["used_bytes"])
                 files.add(len(list((cluster1.root("n0") / "regions").iterdir())))
     assert len(used) == 1
     assert len(files) == 1
@@ -310,8 +311,9 @@ def test_a_shard_read_over_http_is_a_safetensors_file(
         (handle,) = world.save(1, [state])
         assert handle.wait(30)
         assert handle.generation is not None
-    shard = ShardId("test", handle.generation, 0)
     client = cluster1.client("n0")
+    (shard,) = {header.shard for header in client.call(INVENTORY, "test").headers}
+    assert shard.generation == handle.generation
     status, body = request(
         client.address, "GET", f"{shard_path(shard)}/shard", timeout_s=10, limit_bytes=1 << 24
     )

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import Generation
+from ecckpt.policy.on_disk import OnDisk, on_disk
 from ecckpt.policy.placement import Code, Node, plan_placement
-from ecckpt.policy.survival import OnDisk, on_disk, plan_recovery
+from ecckpt.policy.survival import plan_recovery
 from tests.support.builders import SESSION, generation, header, inventory
 
 GENERATIONS = [generation(1, 8), generation(1, 10), generation(2, 9), generation(2, 9, "f" * 16)]

@@ -17,6 +17,7 @@ from ecckpt.format.fragment_file import HOME
 from ecckpt.protocol.verbs import INVENTORY, SLOT
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.media import small_tmpfs
+from tests.support.runs import run_status
 from tests.support.worlds import World, same_state, states_for, stopped
 
 ELEMENTS = 300_000
@@ -98,7 +99,7 @@ def test_saves_that_use_all_memory_again_leave_assigned_tensors_alone(
         assert len(regions) == 2  # used in turns
         assert region not in regions
         assert not region.exists()
-        assert cluster1.client("n0").status()["runs"]["test"]["used_bytes"] < 3 * BYTES
+        assert run_status(cluster1.client("n0"))["used_bytes"] < 3 * BYTES
     assert same_state(state, _one(1))
 
 

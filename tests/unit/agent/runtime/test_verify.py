@@ -231,7 +231,7 @@ def test_people_are_told_what_is_bad_and_where(tmp_path: Path, capsys) -> None:
         assert main(["verify", "test", *addresses, "--json", "--max-mb-s", "1000"]) == 1
         found = {each["node"]: each for each in json.loads(capsys.readouterr().out)}
         (line,) = found["n1"]["bad"]
-        assert "home copy of test/1.1." in line
+        assert "/1.1." in line
         assert "on disk: 1 blocks fail their CRC32C (fragment/row 0/0)" in line
         assert found["n0"]["bad"] == found["n2"]["bad"] == []
         cluster.kill("n2")

@@ -8,9 +8,9 @@ from ecckpt.client.effects import CallAgent, Compute, Until
 from ecckpt.client.save.archive_protocol import Archivist, Disks
 from ecckpt.errors import AgentUnreachable, Fenced
 from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.on_disk import OnDisk
 from ecckpt.policy.retention import Keep
 from ecckpt.policy.rollbacks import RollBack
-from ecckpt.policy.survival import OnDisk
 from ecckpt.protocol.messages.disk import Piece, Store, Stored
 from ecckpt.protocol.verbs import RETAIN, STORE
 from tests.support.builders import generation

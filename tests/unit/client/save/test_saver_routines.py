@@ -34,7 +34,8 @@ from ecckpt.errors import (
     UnsupportedState,
     WrongOrder,
 )
-from ecckpt.policy.survival import Inventory, OnDisk
+from ecckpt.policy.on_disk import OnDisk
+from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.messages.save import Progress, Slot, Target
 from ecckpt.protocol.verbs import GUARD, INVENTORY, PROTECT, RESERVE, STAGE, STORE, WATCH
 from tests.support.builders import SESSION, generation, inventory
