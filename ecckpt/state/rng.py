@@ -16,7 +16,7 @@ import torch
 
 from ecckpt.errors import StateMismatch
 
-Generator = torch.Generator | np.random.Generator
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 class RngState:
@@ -27,16 +27,26 @@ class RngState:
     call ``rewind`` after it. docs/EXACT_RESUME.md has an example.
 
     Args:
-        generators: the program's own generators by name (a sampler's, an augmentation's). The
-            program keeps ownership; a restore changes them in place.
+        generators: the program's own generators by name (a sampler's, an augmentation's), of torch,
+            numpy (``Generator``, ``RandomState``) or Python. The program keeps ownership; a restore
+            changes them in place.
         cuda: False leaves the CUDA generators out of saves and restores, for jobs that may restart
             with another number of visible devices.
+
+    Raises:
+        TypeError: something else is among the generators.
     """
 
     def __init__(
         self, generators: Mapping[str, Generator] | None = None, *, cuda: bool = True
     ) -> None:
         self._generators = dict(generators or {})
+        for name, generator in self._generators.items():
+            if not isinstance(generator, Generator) or isinstance(generator, random.SystemRandom):
+                raise TypeError(
+                    f"generator {name!r} is a {type(generator).__name__}, not one of torch, numpy "
+                    "(Generator, RandomState) or Python (random.Random) with a state"
+                )
         self._cuda = cuda
         self._restored: dict[str, Any] | None = None
 
@@ -111,12 +121,7 @@ class RngState:
                 with torch.cuda.device(index):
                     torch.cuda.manual_seed(_digest(seed, f"cuda {index}"))
         for name, generator in self._generators.items():
-            number = _digest(seed, f"generator {name}")
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(number)
-            else:
-                bits: Any = type(generator.bit_generator)
-                generator.bit_generator.state = bits(number).state
+            _seed_generator(generator, _digest(seed, f"generator {name}"))
 
     def _has_cuda(self) -> bool:
         return self._cuda and torch.cuda.is_available()
@@ -160,26 +165,68 @@ def _digest(seed: bytes, part: str) -> int:
 
 
 def _generator_state(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state
+    match generator:
+        case torch.Generator() | np.random.RandomState():
+            return generator.get_state()
+        case random.Random():
+            return generator.getstate()
+    seeds = generator.bit_generator.seed_seq
+    if type(seeds) is not np.random.SeedSequence:
+        return {"bits": generator.bit_generator.state, "seeds": None}
+    # `spawn` makes children of the seed sequence, and counts them there.
+    entropy: Any = seeds.entropy
+    return {
+        "bits": generator.bit_generator.state,
+        "seeds": {
+            "entropy": entropy if entropy is None else np.asarray(entropy, object).tolist(),
+            "spawn_key": [int(key) for key in seeds.spawn_key],
+            "pool_size": seeds.pool_size,
+            "n_children_spawned": seeds.n_children_spawned,
+        },
+    }
 
 
 def _set_generator(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
+    match generator:
+        case torch.Generator() | np.random.RandomState():
+            generator.set_state(state)
+        case random.Random():
+            generator.setstate(state)
+        case _:
+            bits: Any = generator.bit_generator
+            if state["seeds"] is not None:
+                bits.__setstate__((state["bits"], np.random.SeedSequence(**state["seeds"])))
+            bits.state = state["bits"]
+
+
+def _seed_generator(generator: Generator, number: int) -> None:
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(number)
+        case np.random.RandomState():
+            generator.seed([number & 0xFFFFFFFF, number >> 32])
+        case random.Random():
+            generator.seed(number)
+        case _:
+            bits: Any = type(generator.bit_generator)
+            fresh = bits(number)
+            generator.bit_generator.__setstate__((fresh.state, fresh.seed_seq))  # type: ignore[attr-defined]
 
 
 def _try_generator(generator: Generator, state: Any) -> None:
     """Set a new generator of the same class to ``state``, to see whether it raises."""
-    if isinstance(generator, torch.Generator):
-        if not _same_kind(state, generator.get_state()):
-            raise ValueError("a state of another kind of generator")
-        torch.Generator(generator.device).set_state(state)
-    else:
-        type(generator.bit_generator)().state = state
+    match generator:
+        case torch.Generator():
+            if not _same_kind(state, generator.get_state()):
+                raise ValueError("a state of another kind of generator")
+            torch.Generator(generator.device).set_state(state)
+        case np.random.RandomState():
+            np.random.RandomState().set_state(state)
+        case random.Random():
+            random.Random().setstate(state)  # noqa: S311
+        case _:
+            other = np.random.Generator(type(generator.bit_generator)())
+            _set_generator(other, state)
 
 
 def _same_kind(one: Any, other: torch.Tensor) -> bool:

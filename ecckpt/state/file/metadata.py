@@ -26,11 +26,14 @@ class ShardNotes:
         dtypes: the torch dtype of a tensor that is stored as bytes.
         aliases: another name of a tied tensor -> the name that it is stored under.
         shardings: the place of a tensor that is a part of a global tensor.
+        layouts: the dimensions of a tensor from the slowest to the fastest in memory, where that is
+            not their order; its bytes in the shard are in C order all the same.
     """
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    layouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def render(self) -> dict[str, str]:
         """Return the notes as texts: safetensors metadata maps texts to texts only."""
@@ -38,6 +41,7 @@ class ShardNotes:
             "ecckpt.dtypes": dict(self.dtypes),
             "ecckpt.aliases": dict(self.aliases),
             "ecckpt.sharding": {name: _fields(part) for name, part in self.shardings.items()},
+            "ecckpt.layouts": dict(self.layouts),
         }
         texts = {
             key: json.dumps(part, separators=(",", ":")) for key, part in parts.items() if part
@@ -61,6 +65,7 @@ def parse_notes(metadata: Mapping[str, str]) -> ShardNotes:
         dtypes=_part(metadata, "ecckpt.dtypes", _text),
         aliases=_part(metadata, "ecckpt.aliases", _text),
         shardings=_part(metadata, "ecckpt.sharding", _sharding),
+        layouts=_part(metadata, "ecckpt.layouts", _order),
     )
 
 
@@ -101,6 +106,13 @@ def _sharding(fields: Any) -> Sharding:
         held=None if held is None else (*_sizes(held),),  # type: ignore[arg-type]
         plain=plain,
     )
+
+
+def _order(values: Any) -> tuple[int, ...]:
+    order = _sizes(values)
+    if sorted(order) != list(range(len(order))):
+        raise TypeError("not an order of dimensions")
+    return order
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ class Shard:
         tensors: every name, aliases included; an alias has the same tensor as its other name.
         shardings: for names whose tensor is a part of a global tensor, which part it is.
         aliases: another name of a tied tensor -> the name that it is stored under.
+        layouts: for names of tensors whose memory was not in C order, its order.
         packed_tree: the state without its tensors, encoded (``state/tree``).
         seed: if not empty, a load seeds the random number generators from it and ignores their
             saved states (a restore on another number of ranks).
@@ -45,6 +46,7 @@ class Shard:
     tensors: Mapping[str, torch.Tensor]
     shardings: Mapping[str, Sharding]
     aliases: Mapping[str, str]
+    layouts: Mapping[str, tuple[int, ...]]
     _names: tuple[str, ...]
     packed_tree: bytes
     seed: bytes = b""
@@ -67,7 +69,10 @@ class Shard:
 
     def _decoded(self) -> dict[Any, Any]:
         if not self._stored:
-            self._stored.extend(_stored(self.tensors, self._names, self.shardings))
+            stored = _stored(self.tensors, self._names, self.shardings)
+            for each in stored if self.layouts else ():
+                each.order = self.layouts.get(each.name)
+            self._stored.extend(stored)
         tree = decode(self.packed_tree, self._stored.__getitem__)
         if not isinstance(tree, dict):
             raise CorruptFragment("the state in a shard is not a dict")
@@ -182,21 +187,27 @@ def _checked_aliases(stored: Collection[str], notes: ShardNotes) -> Mapping[str,
 def _shard(
     tensors: Mapping[str, torch.Tensor], notes: ShardNotes, names: tuple[str, ...], tree: bytes
 ) -> Shard:
-    shardings = dict(notes.shardings)
+    shardings, layouts = dict(notes.shardings), dict(notes.layouts)
     for alias, name in notes.aliases.items():
         if name in shardings:
             shardings[alias] = shardings[name]
+        if name in layouts:
+            layouts[alias] = layouts[name]
     known = set(tensors)
     try:
         complete = set(names) == known and len(names) == len(known)
     except TypeError:
         complete = False
-    if not complete or not shardings.keys() <= known:
+    if not complete or not (shardings.keys() | layouts.keys()) <= known:
         raise CorruptFragment("the tensors in a shard's values differ from those in its header")
+    for name, order in layouts.items():
+        if len(order) != tensors[name].dim():
+            raise CorruptFragment(f"{name!r:.80} has another number of dimensions than its layout")
     return Shard(
         tensors=tensors,
         shardings=shardings,
         aliases=dict(notes.aliases),
+        layouts=layouts,
         _names=names,
         packed_tree=tree,
     )

@@ -21,7 +21,7 @@ from ecckpt.memory.buffers import COPY_THREADS, copy_many
 from ecckpt.state.load.assigning import Assigner
 from ecckpt.state.tensors.devices import Pair, SideCopies, gpu_of
 from ecckpt.state.tensors.sharding import is_dtensor, local_tensor, rebuild_dtensor
-from ecckpt.state.tensors.tensors import collapse, fill, is_raw
+from ecckpt.state.tensors.tensors import collapse, empty_in_order, fill, is_raw
 from ecckpt.state.tree.nodes import StoredTensor
 
 _address_of, _bytes_of = attrgetter("address"), attrgetter("form.size_bytes")
@@ -111,7 +111,12 @@ class Fills:
             torch.autograd.graph.increment_version(written)
 
 
-def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) -> torch.Tensor:
+def fresh_tensor(
+    stored: StoredTensor,
+    like: torch.Tensor | None,
+    fills: Fills,
+    order: tuple[int, ...] | None = None,
+) -> torch.Tensor:
     """Make a tensor for ``stored`` that outlives the shard, on the device of ``like``.
 
     Its content is undefined until ``fills.fill_all()``, unless the assigner made it.
@@ -121,12 +126,13 @@ def fresh_tensor(stored: StoredTensor, like: torch.Tensor | None, fills: Fills) 
         like: gives the device, and for a part of a global tensor the mesh; it then is a DTensor
             with the saved sharding. None: the CPU.
         fills: the copy is added here.
+        order: of its dimensions in memory (``memory_order``).
     """
     device = torch.device("cpu") if like is None else like.device
-    assigned = fills.assigned(stored) if device.type == "cpu" else None
+    assigned = fills.assigned(stored) if device.type == "cpu" and order is None else None
     if assigned is not None:
         return assigned
-    local = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    local = empty_in_order(stored.shape, order, dtype=stored.dtype, device=device)
     if stored.sharding is None:
         fills.add_fill(local, stored)
         return local

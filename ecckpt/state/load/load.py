@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,15 +63,26 @@ def check(state: dict[Any, Any], shard: Shard, *, assign: bool = False) -> Calla
     """
     views = shard.tensors
     assigner = Assigner(views.buffer) if assign and isinstance(views, Views) else None
-    with collector_paused():
+    with collector_paused(), _outside_inference():
         fit = _fit(state, shard, assigner=assigner)
-    fit.require()
+        fit.require()
 
     def restore() -> int:
-        fit.restore()
+        with _outside_inference():
+            fit.restore()
         return 0 if assigner is None else assigner.assigned_bytes
 
     return restore
+
+
+@contextlib.contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Leave the caller's inference mode: tensors that are made in it can never be trained."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def load(state: dict[Any, Any], shard: Shard) -> None:
@@ -130,14 +143,42 @@ class _Walk:
         elif is_stateful(live):
             state = stored.state if isinstance(stored, StoredObject) else stored
             self._object(live, state, path)
-        elif holds(live, is_live) or holds(stored, is_stored):
+        elif holds(live, is_live):
             saved = stored.state if isinstance(stored, StoredObject) else stored
             if type(live) in CONTAINERS and isinstance(saved, _shape_of(live)):
                 self._container(live, saved, path, put)
             else:
                 fit.problem(path, f"{stored_name(stored)} saved, {kind_name(live)} here")
         else:
-            fit.add_step(Phase.TREE, lambda: put(refilled(live, stored)))
+            self._value(live, stored, path, put)
+
+    def _value(self, live: Any, stored: Any, path: Path, put: Put) -> None:
+        """Fit a plain value or a container of values: it takes the form that was saved.
+
+        A program that has just started has ``None``, a number or an empty list where there are
+        tensors later. Keys that a dict has here and that were not saved are problems.
+        """
+        if holds(stored, _is_object):
+            if isinstance(live, dict) and isinstance(stored, dict):
+                self._container(live, stored, path, put)
+            else:
+                self._fit.problem(path, f"{stored_name(stored)} saved, {kind_name(live)} here")
+            return
+        self._missing(live, stored, path)
+        if not holds(stored, is_stored):
+            self._fit.add_step(Phase.TREE, lambda: put(refilled(live, stored)))
+            return
+        rebuild = rebuilding(self._fit, stored, lambda tensor, at: None, path)
+        self._fit.add_step(Phase.TREE, lambda: put(refilled(live, rebuild())))
+
+    def _missing(self, live: Any, stored: Any, path: Path) -> None:
+        if type(live) not in (dict, OrderedDict) or not isinstance(stored, dict):
+            return
+        for key, value in live.items():
+            if key in stored:
+                self._missing(value, stored[key], (*path, key))
+            else:
+                self._fit.problem((*path, key), "missing in the saved state")
 
     def _container(self, live: Any, stored: Any, path: Path, put: Put) -> None:
         if isinstance(live, dict):
@@ -194,6 +235,10 @@ class _Walk:
                 self._fit.problem(path, problem)
         phase = Phase.RNG if isinstance(live, RngState) else Phase.OBJECT
         self._fit.add_step(phase, lambda: live.load_state_dict(rebuild()))
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, StoredObject)
 
 
 def _is_sharded(node: Any) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ecckpt.state.load.fit import Fit, Phase
 from ecckpt.state.load.rebuilding import rebuilding
@@ -15,19 +20,28 @@ from ecckpt.state.tensors.tensors import PLAIN_TYPES, Part, memory_key
 from ecckpt.state.tree.nodes import StoredTensor, stored_name
 
 _EXTRA_STATE = "_extra_state"  # torch's own suffix, for what get_extra_state() returns
+# Methods that only fill tensors; batch norms also read what versions of torch before 0.4 saved.
+_PLAIN_LOADS = {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict}
+# Hooks of these modules bring a module into the form in which it is saved, and change nothing else:
+# FSDP gathers its shards back, old forms of weight norms are renamed.
+_PLAIN_HOOKS = ("torch.distributed.", "torch.nn.utils.")
 
 
 def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
     """Fit ``module``: it must have the saved keys, and tensors of the saved forms.
 
     Tensors are filled in place, so that parameters stay the objects in the optimizer.
-    ``load_state_dict`` restores only modules whose ``state_dict()`` has more than their own memory:
-    extra state, or copies made by a hook.
+    ``load_state_dict`` restores only modules that act on a load (their hooks and methods must run,
+    and decide what fits), and those whose ``state_dict()`` has more than their own memory: extra
+    state, or copies made by a hook.
     """
     if not isinstance(stored, dict):
         fit.problem(path, f"a module here, {stored_name(stored)} saved")
         return
     live = module.state_dict()
+    if acts_on_load(module):
+        _fit_by_load(module, live, stored, path, fit)
+        return
     same_keys = fit.keys(live.keys(), stored.keys(), path)
     in_place = _is_own_memory(live, module)
     if in_place and same_keys:
@@ -36,26 +50,86 @@ def fit_module(module: nn.Module, stored: Any, path: Path, fit: Fit) -> None:
     # Not in place, `live` has copies of the module's tensors: a separate Fit compares them, and
     # only its problems are used. Filling the copies would restore nothing.
     tensors = fit if in_place else Fit()
+    _fit_forms(tensors, live, stored, path)
+    if not in_place and same_keys:
+        fit.problems.extend(tensors.problems)
+        fit.add_step(Phase.TREE, _loading(module, live, stored, path, fit))
+
+
+def acts_on_load(module: nn.Module) -> bool:
+    """Return whether loading a state into the module does more than fill its tensors."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return True
+    return any(
+        type(each)._load_from_state_dict not in _PLAIN_LOADS
+        or any(
+            not _module_of(hook).startswith(_PLAIN_HOOKS)
+            for hooks in (each._load_state_dict_pre_hooks, each._load_state_dict_post_hooks)
+            for hook in hooks.values()
+        )
+        for each in module.modules()
+    )
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
+
+
+def _fit_by_load(
+    module: nn.Module, live: dict[str, Any], stored: dict[Any, Any], path: Path, fit: Fit
+) -> None:
+    """Fit a module that acts on a load.
+
+    Other keys or forms than saved may be right, as the module renames or reshapes them. A copy of
+    the module tells, before anything is changed.
+    """
+    load = _loading(module, live, stored, path, fit)
+    forms = Fit()
+    if live.keys() == stored.keys() and not any(map(_is_uninitialized, live.values())):
+        _fit_forms(forms, live, stored, path)
+        fits = not forms.problems
+    else:
+        fits = False
+    if not fits:
+        try:
+            _loading(copy.deepcopy(module), live, stored, path, Fit())()
+        except Exception as error:  # whatever the module's own code raises
+            fit.problem(path, f"its load_state_dict refuses what was saved: {error}")
+            return
+    fit.add_step(Phase.TREE, load)
+
+
+def _is_uninitialized(value: Any) -> bool:
+    return isinstance(value, UninitializedParameter | UninitializedBuffer)
+
+
+def _fit_forms(fit: Fit, live: dict[str, Any], stored: dict[Any, Any], path: Path) -> None:
     for key, value in live.items():
         if key in stored and isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
-            tensors.tensor(value, stored[key], (*path, key))
-    if in_place or not same_keys:
-        return
-    fit.problems.extend(tensors.problems)
+            fit.tensor(value, stored[key], (*path, key))
+
+
+def _loading(
+    module: nn.Module, live: dict[str, Any], stored: dict[Any, Any], path: Path, fit: Fit
+) -> Callable[[], object]:
+    """Return a function that calls the module's ``load_state_dict``; problems go to ``fit``."""
 
     def find(_: StoredTensor, at: Path) -> torch.Tensor | None:
-        value = live[at[len(path)]]
-        return value if isinstance(value, torch.Tensor) else None
+        value = live.get(at[len(path)])
+        return None if _is_uninitialized(value) or not isinstance(value, torch.Tensor) else value
 
     rebuild = rebuilding(fit, stored, find, path)
 
     def load() -> None:
         rebuilt = rebuild()
         # Modules read the version of a saved state from `_metadata` (_load_from_state_dict).
-        rebuilt._metadata = getattr(live, "_metadata", {})
+        metadata = getattr(live, "_metadata", None)
+        if metadata is not None:
+            rebuilt = OrderedDict(rebuilt)
+            vars(rebuilt)["_metadata"] = metadata
         module.load_state_dict(rebuilt)
 
-    fit.add_step(Phase.TREE, load)
+    return load
 
 
 def _owners(live: dict[str, Any], module: nn.Module) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from ecckpt.errors import UnsupportedState
 from ecckpt.state.load.filling import Fills, fresh_tensor
 from ecckpt.state.load.fit import Fit, Phase
+from ecckpt.state.load.param_names import in_order_of_names
 from ecckpt.state.load.rebuilding import rebuilding
+from ecckpt.state.load.uncast import keep_from_casts, put_uncast
 from ecckpt.state.paths import Path
-from ecckpt.state.tensors.sharding import is_dtensor
-from ecckpt.state.tensors.tensors import part_of
+from ecckpt.state.tensors.sharding import is_dtensor, local_tensor
+from ecckpt.state.tensors.tensors import memory_order, part_of
 from ecckpt.state.tree.nodes import StoredTensor
 from ecckpt.state.tree.tree import holds
 
@@ -43,14 +45,63 @@ def is_optimizer_state(stored: Any) -> bool:
 def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit: Fit) -> None:
     """Fit ``optimizer``: it must have the saved numbers of groups and parameters.
 
+    Where parameters have names, saved and here, state follows the names, else the order.
     ``load_state_dict`` restores it, whether it has taken steps or is new. DTensors in the state get
-    the mesh of their parameter. torch casts state to the dtype of the parameter; that is undone.
+    the mesh of their parameter. torch would cast state to the dtype of its parameter, also inside
+    of containers: such values are kept from it (``Uncast``).
     """
-    groups = stored["param_groups"]
-    if not fit.count(len(optimizer.param_groups), len(groups), "parameter groups", path):
+    if not fit.count(
+        len(optimizer.param_groups), len(stored["param_groups"]), "parameter groups", path
+    ):
         return
+    stored = in_order_of_names(optimizer, stored, path, fit)
+    params = _fit_parameters(optimizer, stored, path, fit)
+    was_whole = not holds(stored["state"], _is_part)
+
+    def find(tensor: StoredTensor, at: Path) -> torch.Tensor | None:
+        # For a plain tensor: None, so that it is made on the CPU. load_state_dict moves it to the
+        # device of its parameter, except `step`, which may stay on the CPU.
+        param = params.get(at[len(path) + 1])
+        # The run that saved had no DTensors, but this one has: a saved moment has the shape of its
+        # whole parameter, and is sharded like it.
+        follows = was_whole and is_dtensor(param) and len(tensor.shape)
+        same = follows and param is not None and param.shape == tensor.shape
+        return param if tensor.sharding or same else None
+
+    def order_of(tensor: StoredTensor, at: Path) -> tuple[int, ...] | None:
+        # Fused kernels walk the memory of a parameter and its moments side by side.
+        param = params.get(at[len(path) + 1])
+        if param is None:
+            return tensor.order
+        local = local_tensor(param) if is_dtensor(param) else param  # type: ignore[arg-type]
+        return memory_order(local) if local.shape == tensor.shape else tensor.order
+
+    # load_state_dict keeps the tensors that it gets, unless it casts or moves them; so they may be
+    # assigned.
+    rebuild = rebuilding(fit, stored, find, path, assigner=fit.assigner, order_of=order_of)
+
+    def load() -> None:
+        rebuilt = rebuild()
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+            # Its own method may look at the values, so they come as they are.
+            optimizer.load_state_dict(rebuilt)
+            _undo_casts(optimizer, stored["state"], params, Fills(fit.assigner))
+            return
+        for number, entry in rebuilt["state"].items():
+            if number in params and isinstance(entry, dict):
+                keep_from_casts(entry, params[number])
+        optimizer.load_state_dict(rebuilt)
+        put_uncast(optimizer)
+
+    fit.add_step(Phase.OPTIMIZER, load)
+
+
+def _fit_parameters(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit: Fit) -> Params:
+    """Fit groups, options and the state that is there already; the parameters by saved number."""
     params: Params = {}
-    for index, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+    for index, (live, saved) in enumerate(
+        zip(optimizer.param_groups, stored["param_groups"], strict=True)
+    ):
         at = (*path, "param_groups", index)
         fit.count(len(live["params"]), len(saved["params"]), "parameters", at)
         params.update(zip(saved["params"], live["params"], strict=False))
@@ -66,28 +117,7 @@ def fit_optimizer(optimizer: Optimizer, stored: dict[str, Any], path: Path, fit:
         # Other keys (not numbers) are state of the optimizer itself, which has no parameter.
         elif number in params and isinstance(entry, dict):
             _fit_entry(optimizer.state.get(params[number], {}), entry, at, fit)
-
-    was_whole = not holds(stored["state"], _is_part)
-
-    def find(tensor: StoredTensor, at: Path) -> torch.Tensor | None:
-        # For a plain tensor: None, so that it is made on the CPU. load_state_dict moves it to the
-        # device of its parameter, except `step`, which may stay on the CPU.
-        param = params.get(at[len(path) + 1])
-        # The run that saved had no DTensors, but this one has: a saved moment has the shape of its
-        # whole parameter, and is sharded like it.
-        follows = was_whole and is_dtensor(param) and len(tensor.shape)
-        same = follows and param is not None and param.shape == tensor.shape
-        return param if tensor.sharding or same else None
-
-    # load_state_dict keeps the tensors that it gets, unless it casts or moves them; so they may be
-    # assigned.
-    rebuild = rebuilding(fit, stored, find, path, fit.assigner)
-
-    def load() -> None:
-        optimizer.load_state_dict(rebuild())
-        _undo_casts(optimizer, stored["state"], params, Fills(fit.assigner))
-
-    fit.add_step(Phase.OPTIMIZER, load)
+    return params
 
 
 def _is_part(node: Any) -> bool:
@@ -107,7 +137,7 @@ def _fit_entry(live: dict[str, Any], stored: dict[str, Any], path: Path, fit: Fi
 
 
 def _undo_casts(optimizer: Optimizer, stored: dict[Any, Any], params: Params, fills: Fills) -> None:
-    """Restore tensors that ``load_state_dict`` has cast to the dtype of their parameter.
+    """Restore tensors that an optimizer's own ``load_state_dict`` has cast like torch's.
 
     Float32 moments of a bfloat16 parameter would lose their precision.
     """

@@ -20,8 +20,19 @@ from ecckpt.state.tree.nodes import StoredTensor, replace_tensors
 Find = Callable[[StoredTensor, Path], torch.Tensor | None]
 
 
+def _as_saved(stored: StoredTensor, at: Path) -> tuple[int, ...] | None:
+    del at
+    return stored.order
+
+
 def rebuilding(
-    fit: Fit, node: Any, find: Find, path: Path, assigner: Assigner | None = None
+    fit: Fit,
+    node: Any,
+    find: Find,
+    path: Path,
+    *,
+    assigner: Assigner | None = None,
+    order_of: Callable[[StoredTensor, Path], tuple[int, ...] | None] = _as_saved,
 ) -> Callable[[], Any]:
     """Fit a saved tree that will be passed to ``load_state_dict``.
 
@@ -32,9 +43,11 @@ def rebuilding(
             mesh for the new one, or None.
         path: of the object in the state.
         assigner: makes tensors over the memory of the shard where possible.
+        order_of: returns the order of a new tensor's dimensions in memory (``memory_order``).
 
     Returns:
-        A function that makes the tree, with new tensors at each call.
+        A function that makes the tree, with new tensors at each call. What was one memory when it
+        was saved is one tensor.
     """
 
     def check(stored: StoredTensor, at: Path) -> None:
@@ -49,9 +62,16 @@ def rebuilding(
 
     def rebuilt() -> Any:
         fills = Fills(assigner)
+        made: dict[Any, torch.Tensor] = {}
 
         def make(stored: StoredTensor, at: Path) -> torch.Tensor:
-            return fresh_tensor(stored, find(stored, at), fills)
+            like, order = find(stored, at), order_of(stored, at)
+            if not stored.memory:
+                return fresh_tensor(stored, like, fills, order)
+            key = stored.memory, None if like is None else (like.device, is_dtensor(like)), order
+            if key not in made:
+                made[key] = fresh_tensor(stored, like, fills, order)
+            return made[key]
 
         tree = replace_tensors(node, make, path)
         fills.fill_all()

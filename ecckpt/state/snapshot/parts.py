@@ -8,11 +8,12 @@ from typing import Any, Self
 
 import torch
 
-from ecckpt.state.paths import Path
+from ecckpt.errors import UnsupportedState
+from ecckpt.state.paths import Path, describe
 from ecckpt.state.snapshot.replicas import Replicas
 from ecckpt.state.tensors.columns import TOGETHER, columns_of
 from ecckpt.state.tensors.sharding import Sharding, Shardings
-from ecckpt.state.tensors.tensors import Part, is_raw, memory_key, part_of, share_of
+from ecckpt.state.tensors.tensors import Part, is_raw, memory_key, memory_order, part_of, share_of
 
 
 class Parts:
@@ -89,10 +90,12 @@ class Parts:
 
     def _keep_share(self, index: int, replicas: Replicas) -> None:
         """Reduce a tensor that is equal on all ranks to the share that this rank stores."""
+        whole, address = self.locals[index], self.addresses[index]
         share = replicas.share(self.shapes[index])
         if share is None:
+            if replicas.ranks > 1 and whole.numel():  # a scalar: stored by each rank, and compared
+                self.wholes[index] = whole, address if self.raw[index] else 0
             return
-        whole, address = self.locals[index], self.addresses[index]
         self.shardings[index] = share.sharding
         self.wholes[index] = whole, address if self.raw[index] else 0
         if self.raw[index] and share.start is not None:
@@ -103,6 +106,32 @@ class Parts:
         local = self.locals[index] = whole.narrow(*share.sharding.held)
         self.shapes[index], self.addresses[index] = local.shape, local.data_ptr()
         self.raw[index] = is_raw(local)
+
+    def layouts(self) -> dict[int, tuple[int, ...]]:
+        """Return by index the order in memory of whole tensors that are not in C order."""
+        orders = {
+            index: memory_order(self.locals[index])
+            for index, raw in enumerate(self.raw)
+            if not raw and index not in self.shardings
+        }
+        return {index: order for index, order in orders.items() if order is not None}
+
+    def require_memory(self, paths: Sequence[Path]) -> None:
+        """Raise ``UnsupportedState`` for a tensor whose storage is shorter than the tensor."""
+        for local, path in zip(self.locals, paths, strict=True):
+            if not local.numel():
+                continue
+            last = sum(
+                (size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True)
+            )
+            need_bytes = (local.storage_offset() + last + 1) * local.itemsize
+            have_bytes = local.untyped_storage().nbytes()
+            if have_bytes < need_bytes:
+                raise UnsupportedState(
+                    describe(path),
+                    f"a tensor of {need_bytes} bytes over a storage of {have_bytes}",
+                    hint="its storage was resized: save while its values are there",
+                )
 
     def owners(self) -> list[int]:
         """Return for each index the first index that it is tied to, or itself.

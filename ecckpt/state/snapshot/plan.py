@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgpack
 import numpy as np
@@ -36,6 +36,8 @@ from ecckpt.state.tensors.dtypes import BYTES_NAMES, CODE_OF
 from ecckpt.state.tensors.sharding import Sharding, Shardings
 from ecckpt.state.tree.tree import flatten
 
+_V = TypeVar("_V")
+
 
 class _PlanColumns(NamedTuple):
     """Everything that the layout of a shard depends on, one list per attribute.
@@ -43,20 +45,22 @@ class _PlanColumns(NamedTuple):
     If these are equal to those of the previous plan, its layout is reused. They are columns,
     because a call or an object per tensor is noticeable in each save of 20,000 tensors.
 
-    ``owners`` has for each tensor the index of the tensor that it is tied to, or its own.
+    ``owners`` has for each tensor the index of the tensor that it is tied to, or its own;
+    ``orders`` the order in memory of tensors that are not in C order.
     """
 
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     owners: list[int]
     shardings: dict[int, Sharding]
+    orders: dict[int, tuple[int, ...]]
 
 
 class _Layout(NamedTuple):
     """The part of a plan that the next plan may reuse. It holds no tensors.
 
-    "Covered" tensors are declared equal on all ranks; "claimed" are the covered ones that are
-    stored in shares, whose equality is checked (``replicas.py``).
+    "Covered" tensors are declared equal on all ranks; "claimed" are the covered ones whose equality
+    is checked (``replicas.py``): those stored in shares, and scalars.
     """
 
     paths: tuple[Path, ...]  # of all tensors
@@ -183,9 +187,16 @@ class ShardPlan:
             parts.shardings.update(
                 (index, boxes[path]) for index, path in enumerate(flat.paths) if path in boxes
             )
-        columns = _PlanColumns(parts.dtypes, parts.shapes, parts.owners(), parts.shardings)
+        columns = _PlanColumns(
+            parts.dtypes, parts.shapes, parts.owners(), parts.shardings, parts.layouts()
+        )
         if layout is None or layout.columns != columns:
-            layout = _arrange(flat.paths, covered, columns)
+            layout = _arrange(flat.paths, covered, columns, claimed=parts.wholes)
+            parts.require_memory(flat.paths)
+        elif 0 in parts.addresses:
+            # Not for all tensors at each save, which takes too long: a storage that is taken away
+            # between saves leaves no address. Empty tensors have none either.
+            parts.require_memory(flat.paths)
         # The values blob is a msgpack array of two, [names, tree]: its head (0x92), the names as
         # the layout has packed them, and the tree.
         values = b"\x92" + layout.names + msgpack.packb(flat.tree)
@@ -228,7 +239,17 @@ def _covered(
     return frozenset(index for index, path in enumerate(paths) if replicas.covers(path))
 
 
-def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _PlanColumns) -> _Layout:
+def _by_name(values: Mapping[int, _V], names: Sequence[str], owned: Sequence[int]) -> dict[str, _V]:
+    return {names[index]: values[index] for index in owned if index in values}
+
+
+def _arrange(
+    paths: tuple[Path, ...],
+    covered: frozenset[int],
+    columns: _PlanColumns,
+    *,
+    claimed: Collection[int],
+) -> _Layout:
     try:
         names = tensor_names(paths)
     except ValueError as error:
@@ -243,9 +264,7 @@ def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _PlanCol
             dtypes[names[index]] = BYTES_NAMES[dtype]
             shape, dtype = (*shape, align_bytes), torch.uint8
         described.append((names[index], CODE_OF[dtype], shape, align_bytes))
-    shardings = {
-        names[index]: columns.shardings[index] for index in owned if index in columns.shardings
-    }
+    shardings = _by_name(columns.shardings, names, owned)
     entries = arrange(described, shardings)
     notes = ShardNotes(
         dtypes=dtypes,
@@ -255,13 +274,11 @@ def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _PlanCol
             if owner != index
         },
         shardings=shardings,
+        layouts=_by_name(columns.orders, names, owned),
     )
     places = [(entry.begin, entry.end - entry.begin) for entry in entries]
-    claimed = [
-        index
-        for index in owned
-        if (part := columns.shardings.get(index)) is not None and part.plain
-    ]
+    claims = [index for index in owned if index in claimed]
+    forms = [(names[index], columns.dtypes[index], _shape(columns, index)) for index in claims]
     return _Layout(
         paths=paths,
         covered=covered,
@@ -272,19 +289,18 @@ def _arrange(paths: tuple[Path, ...], covered: frozenset[int], columns: _PlanCol
         places=np.array(places, np.int64).reshape(-1, 2),
         header=render_entries(entries, notes.render()),
         data_bytes=max((entry.end for entry in entries), default=0),
-        claimed=tuple(claimed),
-        claimed_bytes=np.array(
-            [
-                columns.dtypes[index].itemsize * math.prod(columns.shardings[index].shape)
-                for index in claimed
-            ],
-            np.int64,
-        ),
-        claimed_names=tuple(names[index] for index in claimed),
-        claimed_form=form_of(
-            [
-                (names[index], columns.dtypes[index], columns.shardings[index].shape)
-                for index in claimed
-            ]
-        ),
+        claimed=tuple(claims),
+        claimed_bytes=np.array([_whole_bytes(dtype, shape) for _, dtype, shape in forms], np.int64),
+        claimed_names=tuple(name for name, *_ in forms),
+        claimed_form=form_of(forms),
     )
+
+
+def _shape(columns: _PlanColumns, index: int) -> tuple[int, ...]:
+    """The shape of the whole tensor that a rank may store a share of."""
+    sharding = columns.shardings.get(index)
+    return tuple(columns.shapes[index]) if sharding is None else sharding.shape
+
+
+def _whole_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * math.prod(shape)

@@ -87,10 +87,34 @@ def is_raw(local: torch.Tensor) -> bool:
     return local.is_cpu and local.is_contiguous() and not (local.is_neg() or local.is_conj())
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions from the slowest to the fastest in memory, if that is not C order.
+
+    None for C order, and for memory with gaps or overlaps.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def empty_in_order(
+    shape: torch.Size, order: tuple[int, ...] | None, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Make a tensor without content whose memory has the given order (``memory_order``)."""
+    if order is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    lengths = [shape[dim] for dim in order]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.empty(lengths, dtype=dtype, device=device).permute(places)
+
+
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target``, which has the same shape and dtype, on any device."""
-    # torch allows writes to a tensor that was made in inference mode only in that mode.
-    with torch.no_grad(), torch.inference_mode(target.is_inference()):
+    # torch allows writes to a tensor that was made in inference mode only in that mode. Leaving
+    # that mode turns gradients on again, so `no_grad` comes second.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
         written, read = collapse(target, source)
         written.copy_(read)
 

@@ -29,7 +29,7 @@ class TensorForm(NamedTuple):
     size_bytes: int
 
 
-# Neither frozen nor keyword-only, although it has five fields and does not change: a restore makes
+# Neither frozen nor keyword-only, although it has six fields and does not change: a restore makes
 # tens of thousands of them. Frozen ones take four times as long to make, and `Views.stored` makes
 # them with `map`, by position.
 @dataclass(slots=True, eq=False)
@@ -42,6 +42,7 @@ class StoredTensor:
         sharding: its place in a global tensor; None if it is not a part of one.
         address: where its bytes lie in memory, in C order; 0 if only ``data`` can tell.
         tensors: the mapping that makes the view behind ``data``.
+        order: the order of its dimensions in memory when it was saved (``memory_order``).
     """
 
     name: str
@@ -49,6 +50,7 @@ class StoredTensor:
     sharding: Sharding | None
     address: int
     tensors: Mapping[str, torch.Tensor]
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of_tensor(
@@ -58,6 +60,13 @@ class StoredTensor:
         tensor = tensors[name]
         form = TensorForm(tensor.dtype, tensor.shape, tensor.nbytes)
         return cls(name, form, sharding, tensor.data_ptr() if is_raw(tensor) else 0, tensors)
+
+    @property
+    def memory(self) -> int:
+        """Equal for names of one tied tensor, and for no other tensors of a shard; 0 if empty."""
+        if not self.form.size_bytes:
+            return 0
+        return self.address or id(self.data)
 
     @property
     def data(self) -> torch.Tensor:

@@ -125,3 +125,53 @@ def test_it_is_restored_after_everything_that_may_draw():
     want = torch.randn(3)
     load(state, shard)
     assert torch.equal(torch.randn(3), want)
+
+
+# -- generators of the program ---------------------------------------------------------------------
+
+
+def _numbers(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [float(generator.random()) for _ in range(3)]
+
+
+GENERATORS = {
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+    "numpy": np.random.default_rng,
+    "philox": lambda seed: np.random.Generator(np.random.Philox(seed)),
+    "random state": np.random.RandomState,
+    "python": random.Random,
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_every_kind_of_generator_goes_on_and_is_seeded_anew(kind):
+    make = GENERATORS[kind]
+    saved, live = make(1), make(2)
+    _numbers(saved)
+    load({"r": RngState({"g": live})}, shard_of({"r": RngState({"g": saved})}))
+    assert _numbers(live) == _numbers(saved)
+    for generator in (saved, live):
+        RngState({"g": generator}).reseed(b"seed")
+    numbers = _numbers(live)
+    assert numbers == _numbers(saved)
+    assert numbers != _numbers(make(1))
+
+
+@pytest.mark.parametrize("spawned", [0, 1, 3])
+def test_children_of_a_restored_generator_are_those_of_the_saved_one(spawned):
+    saved, live = np.random.default_rng([1, 2]), np.random.default_rng(9)
+    saved.spawn(spawned)
+    live.spawn(5)
+    load({"r": RngState({"g": live})}, shard_of({"r": RngState({"g": saved})}))
+    for one, other in zip(saved.spawn(2), live.spawn(2), strict=True):
+        assert one.random() == other.random()
+        assert one.spawn(1)[0].random() == other.spawn(1)[0].random()
+
+
+def test_what_is_no_generator_is_refused_at_once():
+    with pytest.raises(TypeError, match="generator 'g' is a int"):
+        RngState({"g": 3})
+    with pytest.raises(TypeError, match="generator 'g' is a SystemRandom"):
+        RngState({"g": random.SystemRandom()})

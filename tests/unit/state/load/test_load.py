@@ -34,7 +34,7 @@ def problems(live, saved):
 
 
 def test_values_are_replaced_inside_the_users_containers():
-    inner, losses = {"old": 1}, [9]
+    inner, losses = {"new": 1}, [9]
     live = {"progress": {"inner": inner, "losses": losses, "t": (1,)}, "w": torch.zeros(1), "n": 0}
     progress = live["progress"]
     saved = {
@@ -73,9 +73,10 @@ def test_tensors_of_inference_mode_are_filled_inside_and_outside_of_it(inside):
 
 
 def test_a_state_of_values_only():
-    live = {"a": 1, "gone": 2}
+    live = {"a": 1}
     load(live, shard_of({"a": [1], "b": {}}))
     assert live == {"a": [1], "b": {}}
+    assert problems({"a": 1, "gone": 2}, {"a": 1}) == ["gone: missing in the saved state"]
 
 
 def test_two_loads_of_one_shard_share_nothing():
@@ -109,24 +110,20 @@ def test_every_mismatch_is_listed_and_nothing_is_changed():
         "shape": torch.zeros(2),
         "dtype": torch.zeros(2, dtype=torch.bfloat16),
         "value": torch.zeros(2),
-        "tensor": None,
         "missing": torch.zeros(1),
         "list": [torch.zeros(1)],
         "kind": [torch.zeros(1)],
         "nested": {"gone": 1, "t": torch.zeros(1)},
-        "progress": {"step": 1},
     }
     saved = {
         "ok": torch.ones(2),
         "shape": torch.ones(1, 2),
         "dtype": torch.ones(2),
         "value": 3,
-        "tensor": torch.ones(2),
         "unexpected": 1,
         "list": [torch.ones(1), 2],
         "kind": (torch.ones(1),),
         "nested": {"extra": 1, "t": torch.ones(1)},
-        "progress": {"step": torch.ones(1)},
     }
     assert problems(live, saved) == [
         "missing: missing in the saved state",
@@ -134,12 +131,10 @@ def test_every_mismatch_is_listed_and_nothing_is_changed():
         "shape: saved with shape [1, 2], here [2]",
         "dtype: saved as torch.float32, here torch.bfloat16",
         "value: a tensor here, int saved",
-        "tensor: a tensor saved, NoneType here",
         "list: 2 items saved, 1 here",
         "kind: tuple saved, list here",
         "nested.gone: missing in the saved state",
         "nested.extra: saved, but not in this state",
-        "progress.step: a tensor saved, int here",
     ]
 
 

@@ -117,6 +117,19 @@ def test_patterns(patterns, covered):
     assert names == covered
 
 
+def test_scalars_are_stored_by_every_rank_and_compared():
+    def state(count, other=0.0):
+        return {"model": {"count": torch.tensor(count), "w": torch.full((3,), other)}, "n": 1}
+
+    plans = [planned(state(count), at, 2, patterns=("model",)) for at, count in ((0, 1), (1, 2))]
+    mine, theirs = (plan.claim for plan, _ in plans)
+    assert mine.differences(theirs.pack()) == "model.count"
+    assert read_shard(memoryview(plans[1][1])).tensors["model.count"].item() == 2
+    (same, _), (again, _) = (planned(state(1), at, 2, patterns=("model",)) for at in (0, 1))
+    assert same.claim.digest == again.claim.digest
+    assert planned({"x": torch.tensor(1)}, 0, 1, patterns=("x",))[0].claim is None
+
+
 @pytest.mark.parametrize("pattern", ["modle", "modle.0.weight", "!mode"])
 def test_a_pattern_that_names_nothing_is_refused(pattern):
     with pytest.raises(InvalidConfig, match="names nothing in a state of model, tied"):

@@ -62,7 +62,7 @@ def test_one_of_another_kind_among_them_is_filled_as_well():
 def test_problems_come_in_the_order_of_the_state():
     saved, live = numbers(), blank()
     live["t1"] = torch.zeros(4)
-    live["t2"] = [1]
+    live["t2"] = [torch.zeros(1)]
     live["t600"] = live["t3"]
     live["t700"] = torch.zeros(3, dtype=torch.float64)
     live["t1000"] = torch.zeros(1).expand(3)
