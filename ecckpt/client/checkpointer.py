@@ -7,12 +7,14 @@ threads (threads.py). docs/ARCHITECTURE.md lists the files of a save and of a re
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ecckpt.client.arguments import step_of
 from ecckpt.client.cluster.join import join
 from ecckpt.client.cluster.rendezvous import meet
 from ecckpt.client.cluster.requests import Requests
@@ -28,7 +30,7 @@ from ecckpt.client.restore.restorer import Restored
 from ecckpt.client.slot_mappings import Slots
 from ecckpt.client.state_performer import StatePerformer
 from ecckpt.client.threads import ThreadPerformer
-from ecckpt.errors import InvalidConfig, SaveTimedOut
+from ecckpt.errors import InvalidConfig, SaveTimedOut, WrongOrder
 from ecckpt.format.ids import Generation
 from ecckpt.memory.gc_pause import collector_paused
 from ecckpt.memory.native import prefer
@@ -63,6 +65,8 @@ class Checkpointer:
             with a step that ``keep_every_steps`` divides (0: none).
         min_margin: a save needs k + min_margin fragments at their holders.
         strict: raise from ``save`` what is otherwise only reported by its handle.
+        max_unsaved_s: ``save`` raises ``SaveFailed`` once no save was committed for so long and at
+            least three in a row have failed; infinity: never. Saving goes on behind it.
         save_timeout_s: a save that is not committed by then has failed.
         restore_timeout_s: how long ranks wait for each other in each step of a restore.
         replicated: patterns of plain tensors that are the same on all ranks, as under DDP: each is
@@ -95,6 +99,7 @@ class Checkpointer:
         keep_every_steps: int = 0,
         min_margin: int = 0,
         strict: bool = False,
+        max_unsaved_s: float = 1800.0,
         replicated: Sequence[str] = (),
         save_timeout_s: float = 120.0,
         restore_timeout_s: float = 300.0,
@@ -102,6 +107,7 @@ class Checkpointer:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        self._pid = os.getpid()
         _check_sizes(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._config = ClusterConfig(
             run=run,
@@ -134,7 +140,9 @@ class Checkpointer:
             self._connections, Tracer(), self._effects.table, meeting=meeting, lanes=list(Lane)
         )
         requests = Requests(self._config, self._cluster)
-        self._session = RankSession(requests, disk_bytes=disk_bytes, strict=strict)
+        self._session = RankSession(
+            requests, disk_bytes=disk_bytes, strict=strict, max_unsaved_s=max_unsaved_s
+        )
         atexit.register(self.close)
 
     @property
@@ -207,9 +215,15 @@ class Checkpointer:
         costs no older generation; an unusable state or budget is raised at the first save.
 
         Raises:
-            WrongOrder: before ``restore``, or for a step that is not after the last one.
-            InvalidConfig: for a ``patience_s`` below 0.
+            WrongOrder: before ``restore``, after ``close``, in a forked process, or for a step that
+                is not after the last one.
+            TypeError, InvalidConfig: for a step that is no whole number from 0 to 10^18 - 1, or a
+                ``patience_s`` below 0.
+            Fenced: another start of the run has taken over, as an earlier save was told.
+            SaveFailed: see ``max_unsaved_s``.
         """
+        step = step_of(step, state)
+        self._require_usable("save")
         return self._performer.run(self._session.save(step, state, patience_s))
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
@@ -220,6 +234,8 @@ class Checkpointer:
         All ranks take one for the same step. What came of the ticket before is asked of the agents;
         if nothing, its shard gives way. Raises ``WrongOrder`` as ``save`` does.
         """
+        step = step_of(step)
+        self._require_usable("ticket")
         ticket = self._performer.run(self._session.ticket(step))
         return HeldTicket(ticket, self._connections)
 
@@ -233,6 +249,8 @@ class Checkpointer:
         What ``restore`` does, but for the reading: None if there never was a generation. All ranks
         call it. Raises ``NothingToRestore``, ``RankTimeout``.
         """
+        step = None if step is None else step_of(step)
+        self._require_usable("find")
         with collector_paused(), self._performer.calls_in_parallel():
             order = self._performer.run(self._session.find(Wanted(step)))
         if order.header is None:
@@ -302,6 +320,8 @@ class Checkpointer:
             raise InvalidConfig(f"step={step} and generation={generation}: give one of them")
         if isinstance(generation, str):
             generation = Generation.parse(generation)
+        step = None if step is None else step_of(step)
+        self._require_usable("restore")
         wanted, required = Wanted(step, generation), resume == "required"
         with collector_paused(), self._performer.calls_in_parallel():
             return self._performer.run(
@@ -309,6 +329,17 @@ class Checkpointer:
             )
 
     # -- end --------------------------------------------------------------------------------------
+
+    def _require_usable(self, what: str) -> None:
+        """Raise ``WrongOrder`` after ``close``, and in a process that was forked from this one."""
+        if self._closed:
+            raise WrongOrder(f"{what}() after close()", hint="make a new Checkpointer")
+        if os.getpid() != self._pid:
+            raise WrongOrder(
+                f"{what}() in process {os.getpid()}, forked from {self._pid}, which made the "
+                "Checkpointer",
+                hint="its threads and mappings are there: save in that process",
+            )
 
     def close(self) -> None:
         """Wait until the last save is committed or has failed, and let everything go.
@@ -319,7 +350,7 @@ class Checkpointer:
         The agent and what it holds stay. Called at exit if the program did not. With ``strict`` the
         error of the last save is raised.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self.close)

@@ -9,6 +9,7 @@ Checkpointer performs these routines in the training process, sim/trainer.py in 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ecckpt.client.cluster.requests import Requests
@@ -19,13 +20,24 @@ from ecckpt.client.restore.restorer import Restored, Restorer
 from ecckpt.client.save.archive_protocol import Archivist, Disks
 from ecckpt.client.save.saver import Saver
 from ecckpt.client.save.ticket import Ticket
+from ecckpt.client.save.unsaved import Unsaved
 from ecckpt.format.ids import Generation
 
 
 class RankSession:
-    """Restores and saves of one rank; ``strict`` raises what is otherwise reported by a handle."""
+    """Restores and saves of one rank; ``strict`` raises what is otherwise reported by a handle.
 
-    def __init__(self, requests: Requests, *, disk_bytes: int, strict: bool) -> None:
+    ``max_unsaved_s``: see ``Checkpointer``.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        *,
+        disk_bytes: int,
+        strict: bool,
+        max_unsaved_s: float = math.inf,
+    ) -> None:
         config, cluster = requests.config, requests.cluster
         disks = Disks(
             every=config.disk_every if cluster.rank == 0 else 0,  # rank 0 does it for all
@@ -35,7 +47,7 @@ class RankSession:
             least=requests.min_fragments,
         )
         self._archivist = Archivist(cluster.run, tuple(cluster.address), disks)
-        self.saver = Saver(requests, self._archivist, strict=strict)
+        self.saver = Saver(requests, self._archivist, strict=strict, unsaved=Unsaved(max_unsaved_s))
         self._requests = requests
         self._restores = 0
 

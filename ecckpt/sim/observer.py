@@ -57,7 +57,8 @@ class Observer:
             case RestoreDecided(timeline, generation, on_purpose):
                 truth.restore_decided(timeline, generation, on_purpose=on_purpose)
             case TimelineBegun(timeline, begun_at, on_purpose):
-                truth.timeline_begun(timeline, begun_at, on_purpose=on_purpose)
+                start = TruthStart(timeline, session.name, session.ranks)
+                truth.timeline_begun(start, begun_at, on_purpose=on_purpose)
             case _:
                 pass
 

@@ -37,9 +37,11 @@ from ecckpt.client.save.slot_reserver import SlotReserver, while_alive
 from ecckpt.client.save.staging import Deadline, copy_into_slot, start_protecting
 from ecckpt.client.save.ticket import Ticket
 from ecckpt.client.save.traces import send_spans
+from ecckpt.client.save.unsaved import Unsaved
 from ecckpt.client.state_effects import PlanState, Snapshot
 from ecckpt.errors import (
     EcckptError,
+    Fenced,
     InvalidConfig,
     MemoryBudgetTooSmall,
     NotMapped,
@@ -70,14 +72,18 @@ class Saver:
         requests: the messages.
         archivist: brings committed generations to the disks; at work on rank 0 only.
         strict: raise what is otherwise only reported by a handle.
+        unsaved: counts the saves that fail in a row.
     """
 
-    def __init__(self, requests: Requests, archivist: Archivist, *, strict: bool) -> None:
+    def __init__(
+        self, requests: Requests, archivist: Archivist, *, strict: bool, unsaved: Unsaved
+    ) -> None:
         self.timeline: int | None = None
         self.skipped = 0
         self.latest: SaveHandle | None = None
         self.reserver = SlotReserver()
         self._requests, self._archivist, self._strict = requests, archivist, strict
+        self._unsaved = unsaved
         self._timeout_s = requests.config.save_timeout_s
         self._commits = CommitProtocol(requests.cluster)
         self._parent: Generation | None = None
@@ -103,6 +109,8 @@ class Saver:
         if not patience_s >= 0:
             raise InvalidConfig(f"patience_s={patience_s} is not a time to wait")
         generation = self._next_generation(step)
+        if self.latest is not None and isinstance(self.latest.error, Fenced):
+            raise self.latest.error  # another start has taken over: no save will ever succeed
         began_s = yield from perform(Now())
         first = self.latest is None
         shard = self._requests.shard(generation)
@@ -124,6 +132,7 @@ class Saver:
             raise
         self.latest = handle
         handle.stall_s = (yield from perform(Now())) - began_s
+        self._unsaved.require_hope(began_s)
         return handle
 
     def _next_generation(self, step: int) -> Generation:
@@ -184,6 +193,9 @@ class Saver:
         generation = header.shard.generation
         if error is None:
             self._archivist.note_commit(generation)
+            self._unsaved.note_commit()
+        else:
+            self._unsaved.note_failure(error, (yield from perform(Now())))
         yield from perform(TraceSpan("protect and commit", header.shard, staged))
         yield from perform(Queue(Lane.FOLLOW, self.send_spans()))
         if generation.timeline != self.timeline:
@@ -199,6 +211,7 @@ class Saver:
         self, handle: SaveHandle, shard: ShardId, error: Exception, *, raised: bool
     ) -> Routine[None]:
         known = error if isinstance(error, EcckptError) else EcckptError(f"{shard}: {error}")
+        self._unsaved.note_failure(known, (yield from perform(Now())))
         yield from self._abandon(handle, shard, known)
         self.skipped += handle.skipped
         if raised or self._strict:

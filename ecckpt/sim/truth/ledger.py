@@ -59,7 +59,7 @@ class Truth:
         # The pieces of each shard at its commit, or when a timeline last began at its generation.
         self._promised: dict[ShardId, list[TruthPiece]] = {}
         self._committed: set[Generation] = set()
-        self._timeline = 0
+        self._timeline, self._session = 0, ""
         self._begun_at: Generation | None = None  # what the newest timeline went on from
         # The same, from the moment that rank 0 decides it. Agents may know it before
         # ``timeline_begun`` is called, or although that is never called.
@@ -330,14 +330,17 @@ class Truth:
             self._roll_backs.add(timeline, generation)
 
     def timeline_begun(
-        self, timeline: int, generation: Generation | None, *, on_purpose: bool = False
+        self, start: TruthStart, generation: Generation | None, *, on_purpose: bool = False
     ) -> None:
         """All ranks have loaded what they go on from; ``on_purpose``: it was asked for by name."""
-        if timeline < self._timeline:
+        # Before the first commit, nodes that have seen no earlier start may begin at a lower one.
+        anew = self.safe is None and start.session > self._session
+        if start.timeline < self._timeline and not anew:
             return  # rank 0 was stalled and does not know yet that a newer session fenced it off
         # An equal timeline may begin where all agents that answer have lost their memory and all
         # others are unreachable.
-        self._timeline, self._begun_at = timeline, generation
+        self._timeline, self._session = start.timeline, start.session
+        self._begun_at = generation
         self._decided = generation
         self.counts.roll_backs += on_purpose
         self.safe = generation

@@ -297,7 +297,10 @@ def test_a_store_that_hangs_keeps_nobody_for_ever(cluster1: LocalCluster) -> Non
             restore_timeout_s=10.0,
         )
         checkpointer.restore(state)
-        assert checkpointer.save(1, state).wait(20)
+        first = checkpointer.save(1, state)
+        assert first.wait(20)
+        while not first.left:  # leaving the save is the last that it needs the store for
+            threading.Event().wait(0.01)
         with stopped(server.pid):
             handle = checkpointer.save(2, state, patience_s=20)
             checkpointer.close()

@@ -39,7 +39,11 @@ def main() -> None:
         _say("restored", restored.step if restored else 0, ckpt.timeline, digest(state))
         for line in sys.stdin:
             step = int(line.split()[1])
-            handle = ckpt.save(step, state_of(step), patience_s=20)
+            try:
+                handle = ckpt.save(step, state_of(step), patience_s=20)
+            except ecckpt.errors.Fenced as error:  # an earlier save was told of the newer start
+                _say("failed", step, type(error).__name__, error)
+                continue
             _say("staged", step)
             handle.wait_done(30.0)
             if handle.committed:

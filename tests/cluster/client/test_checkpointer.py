@@ -389,3 +389,41 @@ def test_alone_without_torch_distributed_or_an_agent(tmp_path: Path) -> None:
         stop = [sys.executable, "-m", "ecckpt", "agent", "--stop", "--root", str(root)]
         assert subprocess.run(stop, check=False).returncode == 0
         shutil.rmtree(root)
+
+
+def test_mistakes_of_the_caller_are_named(cluster1: LocalCluster) -> None:
+    (state,) = states_for(1, seed=1)
+    with World(cluster1) as world:
+        (checkpointer,) = world.checkpointers
+        world.restore([state])
+        step = torch.tensor(100)
+        handle = checkpointer.save(step, state)  # type: ignore[arg-type]
+        step += 1
+        assert handle.wait(30)
+        assert handle.step == 100
+        for wrong in (9.5, None, True):
+            with pytest.raises(TypeError, match="whole number"):
+                checkpointer.save(wrong, state)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"save\(step, state\)"):
+            checkpointer.save(state, 1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidConfig, match="between 0"):
+            checkpointer.save(-1, state)
+        child = os.fork()
+        if child == 0:
+            found = 1
+            try:
+                checkpointer.save(101, state)
+            except WrongOrder as error:
+                checkpointer.close()  # does nothing here
+                found = 0 if "forked from" in str(error) else 2
+            finally:
+                os._exit(found)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert checkpointer.save(102, state).wait(30)
+    for call in (
+        lambda: checkpointer.save(103, state),
+        lambda: checkpointer.restore(state),
+        lambda: checkpointer.ticket(103),
+    ):
+        with pytest.raises(WrongOrder, match=r"\(\) after close\(\)"):
+            call()
