@@ -105,7 +105,9 @@ def parts(bodies: list[bytes], ground: Ground) -> tuple[list[bytes], dict[str, f
     inventories, read_s = timed(lambda: [unpack_message(Inventory, body) for body in bodies])
     plan, plan_s = timed(lambda: plan_recovery(RUN, inventories))
     _, on_disk_s = timed(lambda: on_disk(RUN, inventories))
-    made, orders_s = timed(lambda: orders(plan, ground, plan.rejected(), alike=False, relaid=False))
+    made, orders_s = timed(
+        lambda: orders(plan, ground, plan.rejected(), alike=False, relaid=False, witnesses={})
+    )
     told, pack_s = timed(lambda: [pack_message(order) for order in made])
     times = {"read_s": read_s, "plan_s": plan_s, "on_disk_s": on_disk_s}
     return told, times | {"orders_s": orders_s, "pack_s": pack_s}
@@ -129,7 +131,7 @@ def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
     )
     node = NodeConfig(root=Path(), node="", domain="", listen="", token_file=None)
     performer = ThreadPerformer(Connections(peers[ground.homes[0]], peers, node), Tracer(), {})
-    coordinator = Coordinator(cluster, patience_s=10.0)
+    coordinator = Coordinator(cluster, patience_s=10.0, disks_s=10.0)
     with performer.calls_in_parallel():
         made: list[Order] = performer.run(coordinator.order(Wanted(), known=[1], alike=False))
     return [pack_message(order) for order in made]

@@ -7,6 +7,7 @@ is part of ``str(error)``. Subclasses also derive from the built-in class that c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -41,7 +42,8 @@ def facts(error: EcckptError) -> dict[str, int]:
 def revive(name: str, message: str, numbers: Mapping[str, int]) -> EcckptError | None:
     """An error of another process, from its class name; None if this module has no such class.
 
-    Only the text and whole numbers are taken over.
+    Only the text and whole numbers are taken over. Numbers that the other process left out are -1:
+    it may be of another make, and its answer must not end this process by an ``AttributeError``.
     """
     kind = globals().get(name)
     if not (isinstance(kind, type) and issubclass(kind, EcckptError)):
@@ -49,7 +51,9 @@ def revive(name: str, message: str, numbers: Mapping[str, int]) -> EcckptError |
     error = kind.__new__(kind)
     Exception.__init__(error, message)
     error.hint = ""
-    for attribute, value in numbers.items():
+    expected = inspect.signature(kind).parameters.values()
+    missing = {each.name: -1 for each in expected if each.annotation == "int"}
+    for attribute, value in {**missing, **numbers}.items():
         if attribute.isidentifier() and not hasattr(error, attribute):
             setattr(error, attribute, value)
     return error

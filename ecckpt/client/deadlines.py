@@ -25,6 +25,8 @@ DISKS_AT_JOIN_S = 60.0
 LATE_RANKS_S = 5.0
 # Between two looks at a store that cannot be cloned.
 STORE_LOOK_S = 0.05
+# A store whose connection broke is reached within so long, or taken for gone until the next call.
+STORE_CONNECT_S = 1.0
 # torch rounds its time-outs to milliseconds, and takes 0 for no time-out.
 STORE_WAIT_LEAST_S = 0.002
 

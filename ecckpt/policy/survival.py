@@ -120,7 +120,8 @@ class RecoveryPlan:
     """All generations of a run with a trace, newest first, and the one that is ``chosen``.
 
     ``ruins`` are traces that belong to no generation here. They show that something existed, so an
-    empty plan with ruins does not prove a first start.
+    empty plan with ruins does not prove a first start. ``vanished`` are generations that agents
+    were told of, as committed or on disk everywhere, and that no file was found of.
     """
 
     run: str
@@ -130,14 +131,20 @@ class RecoveryPlan:
     refused: frozenset[Generation]
     ruins: Mapping[str, str]
     roll_backs: tuple[RollBack, ...]
+    vanished: Mapping[Generation, str]
 
     def rejected(self) -> dict[str, str]:
         """Generations newer than the chosen one that were not chosen -> why."""
-        return {
-            str(report.generation): report.why() or "refused"
+        reasons = {
+            report.generation: report.why() or "refused"
             for report in self.generations
-            if (report.why() or report.generation in self.refused)
-            and (self.chosen is None or report.generation > self.chosen.generation)
+            if report.why() or report.generation in self.refused
+        }
+        reasons |= self.vanished
+        return {
+            str(generation): why
+            for generation, why in sorted(reasons.items(), reverse=True)
+            if self.chosen is None or generation > self.chosen.generation
         }
 
 
@@ -192,7 +199,25 @@ def plan_recovery(
         refused=frozenset(refused),
         ruins=_ruins(inventories, found),
         roll_backs=roll_backs,
+        vanished=_vanished(inventories, found, roll_backs),
     )
+
+
+def _vanished(
+    inventories: Iterable[Inventory],
+    found: Collection[Generation],
+    roll_backs: tuple[RollBack, ...],
+) -> dict[Generation, str]:
+    vanished: dict[Generation, str] = {}
+    for inventory in inventories:
+        told = dict.fromkeys(inventory.stored, "it was on disk everywhere")
+        if inventory.committed is not None:
+            told[inventory.committed] = "it was committed"
+        for generation, what in told.items():
+            if generation not in found and not abandoned_by(generation, roll_backs):
+                why = f"{what}, as {inventory.node} was told, and nothing of it was found"
+                vanished.setdefault(generation, why)
+    return vanished
 
 
 def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> dict[str, str]:
@@ -202,8 +227,6 @@ def _ruins(inventories: Iterable[Inventory], found: Collection[Generation]) -> d
     # be read.
     hidden = all(UNREADABLE_DISK in inventory.rejected for inventory in inventories)
     for inventory in inventories:
-        if inventory.committed is not None and inventory.committed not in found:
-            ruins[str(inventory.committed)] = "it was committed, and nothing of it was found"
         for name, why in inventory.rejected.items():
             if name == UNREADABLE_DISK and not hidden:
                 continue

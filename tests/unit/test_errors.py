@@ -52,6 +52,18 @@ def test_every_error_is_a_leaf_with_a_docstring(kind):
 
 
 @every_example
+def test_numbers_that_another_process_left_out_are_minus_one(error):
+    again = revive(type(error).__name__, str(error), {})
+    assert facts(again).keys() <= facts(error).keys()
+    assert set(facts(again).values()) <= {-1}
+
+
+def test_a_refusal_without_its_facts_is_one_nevertheless():
+    assert revive("Fenced", "fenced", {}).current == -1
+    assert revive("TooFewFragments", "too few", {"need": 3}).rank == -1
+
+
+@every_example
 def test_an_error_comes_back_with_its_text_and_numbers(error):
     again = revive(type(error).__name__, str(error), facts(error))
     assert type(again) is type(error)
@@ -131,4 +143,6 @@ def test_no_numbers_from_outside_bend_an_error(kind, text, numbers):
     assert str(error) == text
     assert error.args == (text,)
     assert error.hint == ""
-    assert {name: error.__dict__[name] for name in facts(error)}.items() <= numbers.items()
+    given = {name: number for name, number in facts(error).items() if name in numbers}
+    assert given.items() <= numbers.items()
+    assert set(facts(error).values()) <= {-1, *numbers.values()}

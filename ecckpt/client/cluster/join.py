@@ -23,6 +23,7 @@ from ecckpt.errors import AgentUnreachable, DuplicateNode, EcckptError, InvalidC
 from ecckpt.policy.placement import Node, parse_code, plan_placement
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.encoding import pack_message, unpack_message
+from ecckpt.protocol.fan_out import call_each
 from ecckpt.protocol.messages.node import NodeInfo
 
 _log = logging.getLogger(__name__)
@@ -62,10 +63,12 @@ def join(
 ) -> tuple[Cluster, Connections]:
     """Find or start this node's agent, and meet the other ranks.
 
-    ``agents`` are the addresses of agents on nodes without ranks.
+    ``agents`` are the addresses of agents on nodes without ranks. One that does not answer is a
+    node that is missing: the run starts without it.
 
     Raises the same error on all ranks if configurations differ, if two agents have the same node
-    id, if an agent cannot be reached or runs another version, or if the code needs more nodes.
+    id, if a rank's agent cannot be reached, if an agent runs another version, or if the code needs
+    more nodes.
     """
     token = node.token()
     info, problem = None, ""
@@ -75,7 +78,8 @@ def join(
         # Sent to rank 0 rather than raised here, or the other ranks would wait for this one.
         problem = str(error)
     member = _Member(info, problem, config.fingerprint())
-    roster = _meet(meeting, config, member, agents=agents, token=token)
+    missing: dict[str, str] = {}
+    roster = _meet(meeting, config, member, agents=agents, token=token, missing=missing)
     assert info is not None, "rank 0 refuses a member without an agent"
     code = parse_code(config.code, len(roster.nodes))
     placement = plan_placement([Node(peer.node, peer.domain) for peer in roster.nodes], code)
@@ -97,6 +101,7 @@ def join(
         address={peer.node: peer.address for peer in roster.nodes},
         placement=placement,
         memory_bytes=memory_bytes,
+        missing=missing,
     )
     # A restarted agent must be the same node at the same address, or its peers would not find it.
     restart_config = replace(
@@ -119,14 +124,18 @@ def _meet(
     *,
     agents: Sequence[str],
     token: str,
+    missing: dict[str, str],
 ) -> _Roster:
-    """Exchange ``_Member`` for ``_Roster``; rank 0 checks the members and builds the rosters."""
+    """Exchange ``_Member`` for ``_Roster``; rank 0 checks the members and builds the rosters.
+
+    On rank 0, ``missing`` gets the agents that do not answer, with the reason.
+    """
 
     def lead(payloads: list[bytes]) -> Sequence[bytes]:
         members = [unpack_message(_Member, payload) for payload in payloads]
         _check_alike(members)
         homes = [member.info for member in members if member.info is not None]
-        without_ranks = [AgentClient(address, token).node() for address in agents]
+        without_ranks = _answering(agents, token, missing)
         nodes = _distinct(homes + without_ranks)
         check_reachable(nodes, token)
         # Checked here so that all ranks raise the same error; each rank parses the code again.
@@ -153,6 +162,25 @@ def _meet(
     return unpack_message(
         _Roster, meeting.decide("join", payload, lead, timeout_s=deadlines.JOIN_S)
     )
+
+
+def _answering(agents: Sequence[str], token: str, missing: dict[str, str]) -> list[NodeInfo]:
+    """The agents that answer; the others are noted in ``missing``, and in the log."""
+
+    def ask(address: str) -> NodeInfo | AgentUnreachable:
+        try:
+            return AgentClient(address, token).node()
+        except AgentUnreachable as error:
+            return error
+
+    found = []
+    for address, answer in zip(agents, call_each(agents, ask), strict=True):
+        if isinstance(answer, NodeInfo):
+            found.append(answer)
+        else:
+            missing[address] = answer.reason
+            _log.warning("the run starts without a node, which holds nothing for it: %s", answer)
+    return found
 
 
 def _check_alike(members: Sequence[_Member]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ecckpt.policy.placement import Placement
 
@@ -20,6 +20,8 @@ class Cluster:
         share: the nodes without ranks that this rank tells of commits; each such node is in the
             share of exactly one rank.
         address: of every node's agent.
+        missing: addresses of agents that did not answer when the ranks met, with the reason; known
+            to rank 0 only. Their nodes take no part in the session.
         memory_bytes: the run's memory budget on this node; 0 for the agent's default.
     """
 
@@ -34,3 +36,4 @@ class Cluster:
     address: Mapping[str, str]
     placement: Placement
     memory_bytes: int
+    missing: Mapping[str, str] = field(default_factory=dict)

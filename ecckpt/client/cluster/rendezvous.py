@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgpack
 import torch
@@ -32,6 +33,8 @@ _NONCE_BYTES = 8
 # A shared answer at least this long is stored once, at the price of a second read per rank.
 _LONG_BYTES = 1 << 10
 _SEE_ALL = b"="  # stands where a rank's answer would be: the answer is under .../out/all
+
+_T = TypeVar("_T")
 
 Decide = Callable[[list[bytes]], Sequence[bytes]]
 
@@ -148,7 +151,8 @@ class StoreMeeting:
 
     A store serialises the calls on one connection, and a blocking ``wait`` occupies it. So
     ``decide``, the background threads' calls and ``wait`` each use a connection of their own, where
-    the store can be cloned.
+    the store can be cloned. A connection that broke is made again for the call after the one that
+    noticed.
     """
 
     store: Store
@@ -157,16 +161,44 @@ class StoreMeeting:
     session: str
 
     def __post_init__(self) -> None:
-        root = self.store
         # Stores have clone() since torch 2.7. An older one is shared, and serialises the calls.
-        clone = getattr(root, "clone", None)
-        self._counting = self._own(clone() if clone else root)
-        self._waiting = self._own(clone()) if clone else None
-        self._mine = self._own(root)
+        self._can_clone = hasattr(self.store, "clone")
+        self._counting = self._connected() if self._can_clone else self._own(self.store)
+        self._waiting = self._connected() if self._can_clone else None
+        self._mine = self._own(self.store)
         self._lock = threading.Lock()
 
     def _own(self, store: Store) -> Store:
         return dist.PrefixStore(f"ecckpt/{self.session}", store)  # type: ignore[attr-defined]
+
+    def _connected(self) -> Store:
+        return self._own(self.store.clone())  # type: ignore[attr-defined]
+
+    def _again(self) -> Store | None:
+        """A new connection, if the store answers at once.
+
+        torch itself would try to reach a store that is gone for as long as the store's timeout.
+        """
+        root: Any = self.store
+        while hasattr(root, "underlying_store"):
+            root = root.underlying_store
+        if not (self._can_clone and hasattr(root, "host") and hasattr(root, "port")):
+            return None
+        try:
+            address = root.host, root.port
+            socket.create_connection(address, deadlines.STORE_CONNECT_S).close()
+            return self._connected()
+        except (OSError, RuntimeError):
+            return None
+
+    def _count(self, act: Callable[[Store], _T]) -> _T:
+        """Call the store; after an error the next call has a connection of its own again."""
+        with self._lock:
+            try:
+                return act(self._counting)
+            except RuntimeError:
+                self._counting = self._again() or self._counting
+                raise
 
     def decide(self, tag: str, payload: bytes, decide: Decide, *, timeout_s: float) -> bytes:
         """See ``Meeting.decide``."""
@@ -185,38 +217,42 @@ class StoreMeeting:
 
     def add(self, key: str, amount: int) -> int:
         """See ``Meeting.add``."""
-        with self._lock:
-            return int(self._counting.add(key, amount))
+        return int(self._count(lambda store: store.add(key, amount)))
 
     def subtract_unless(self, key: str, amount: int, *, value: int) -> bool:
         """See ``Meeting.subtract_unless``."""
-        with self._lock:
-            while (count := int(self._counting.add(key, 0))) != value:
+
+        def subtract(store: Store) -> bool:
+            while (count := int(store.add(key, 0))) != value:
                 reduced = str(count - amount)
                 # compare_set returns the value that the key has afterwards.
-                if self._counting.compare_set(key, str(count), reduced) == reduced.encode():
+                if store.compare_set(key, str(count), reduced) == reduced.encode():
                     return True
-        return False
+            return False
+
+        return self._count(subtract)
 
     def agree(self, key: str, text: str) -> str:
         """See ``Meeting.agree``."""
-        with self._lock:
-            return self._counting.compare_set(key, "", text).decode()
+        return self._count(lambda store: store.compare_set(key, "", text)).decode()
 
     def put(self, key: str, value: bytes) -> None:
         """See ``Meeting.put``."""
-        with self._lock:
-            self._counting.set(key, value)  # type: ignore[arg-type]
+
+        def put(store: Store) -> None:
+            store.set(key, value)  # type: ignore[arg-type]
+            # A set is not answered: over a broken connection it would be lost without an error.
+            store.check([key])
+
+        self._count(put)
 
     def look(self, key: str) -> bytes | None:
         """See ``Meeting.look``."""
-        with self._lock:
-            return self._counting.get(key) if self._counting.check([key]) else None
+        return self._count(lambda store: store.get(key) if store.check([key]) else None)
 
     def drop(self, key: str) -> None:
         """See ``Meeting.drop``."""
-        with self._lock:
-            self._counting.delete_key(key)
+        self._count(lambda store: store.delete_key(key))
 
     def wait(self, key: str, timeout_s: float) -> None:
         """See ``Meeting.wait``.
@@ -224,9 +260,16 @@ class StoreMeeting:
         An unreachable store is not reported here; the caller's next call to the store raises.
         """
         if self._waiting is not None:
-            limit = timedelta(seconds=max(deadlines.STORE_WAIT_LEAST_S, timeout_s))
-            with contextlib.suppress(RuntimeError):
-                self._waiting.wait([key], limit)
+            limit_s = max(deadlines.STORE_WAIT_LEAST_S, timeout_s)
+            began_s = time.monotonic()
+            try:
+                self._waiting.wait([key], timedelta(seconds=limit_s))
+            except RuntimeError:
+                # An error before its time: the connection broke. A wait that fails at once would
+                # have its caller look again and again without a pause.
+                if time.monotonic() - began_s < 0.5 * limit_s:
+                    time.sleep(min(deadlines.STORE_LOOK_S, limit_s))
+                    self._waiting = self._again() or self._waiting
             return
         deadline_s = time.monotonic() + timeout_s
         while self.look(key) is None and time.monotonic() < deadline_s:

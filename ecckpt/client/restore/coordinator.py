@@ -198,7 +198,7 @@ class Coordinator:
             if not newer:
                 self._timeline = timeline
                 return answers_of(answers, Inventory)
-            timeline = max(newer) + 1
+            timeline = max(timeline, *newer) + 1  # agents of another make may leave it out
         raise Fenced(timeline=timeline - 1, current=timeline - 1)
 
     def _fences_elsewhere(self) -> Routine[list[int]]:
@@ -238,6 +238,9 @@ class Coordinator:
         rejected = {name: refused.get(name, why) for name, why in plan.rejected().items()}
         if plan.chosen is None:
             rejected |= plan.ruins
+        if plan.chosen is None and len(self._cluster.missing) > self._cluster.placement.code.m + 1:
+            # Fewer cannot hide a run: the others would have traces of it.
+            rejected |= {f"agent {name}": why for name, why in self._cluster.missing.items()}
         if plan.chosen is None or passes_over(plan):
             rejected |= {f"node {node}": why for node, why in self._silent.items()}
             rejected |= {f"node {node}": "it still reads its disk" for node in self._unread}

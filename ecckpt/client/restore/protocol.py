@@ -42,10 +42,12 @@ def passes_over(plan: RecoveryPlan) -> bool:
     If none was chosen: whether there is any trace of a generation.
     """
     if plan.chosen is None:
-        return bool(plan.generations or plan.ruins)
+        return bool(plan.generations or plan.ruins or plan.vanished)
     newest = plan.chosen.generation
     newer = [report for report in plan.generations if report.generation > newest]
-    return any(report.state == "lost" for report in newer)
+    return any(report.state == "lost" for report in newer) or any(
+        generation > newest for generation in plan.vanished
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ rank 0 (coordinator.py)                  every rank
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,6 +177,8 @@ class Restorer:
         if order.rejected or required or wanted.named:
             raise NothingToRestore(self._cluster.run, order.rejected, hint=wanted.hint)
         if self._cluster.rank == 0:
+            text = f"run {self._cluster.run}: no agent knows a generation; it begins from scratch"
+            yield from perform(Report(Message(logging.WARNING, text)))
             yield from perform(Report(TimelineBegun(order.timeline, None, False)))
         return order
 
@@ -238,6 +241,11 @@ class Restorer:
             lacks = error.rank if isinstance(error, TooFewFragments) else -1
             lacks = lacks if order.shards else shard.rank
             return None, Outcome("bad", f"rank {rank}: {error}", lacks=lacks)
+        except Exception as error:
+            # From an object's own code. Raised here alone, it would leave the other ranks waiting.
+            text = "".join(traceback.format_exception(error))
+            yield from perform(Report(Message(logging.ERROR, f"rank {rank}: {text}")))
+            return None, Outcome("mismatch", f"rank {rank}: {type(error).__name__}: {error}")
         return _Ready(delivery, load), Outcome("ok", "")
 
     def _restored(

@@ -427,3 +427,72 @@ def test_mistakes_of_the_caller_are_named(cluster1: LocalCluster) -> None:
     ):
         with pytest.raises(WrongOrder, match=r"\(\) after close\(\)"):
             call()
+
+
+def test_a_run_starts_without_an_agent_that_is_gone(
+    cluster6: LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = cluster6.addresses()
+    with World(cluster6, ranks=2, agents=addresses[2:], code=(2, 1)) as world:
+        world.restore(states_for(2, seed=0))
+        assert all(handle.wait(30) for handle in world.save(1, states_for(2, seed=1)))
+    cluster6.kill("n5")
+    unknown = "no-such-host.invalid:7421"
+    with World(cluster6, ranks=2, agents=[*addresses[2:], unknown], code=(2, 1)) as world:
+        states = states_for(2, seed=0)
+        assert world.restore(states)[0].step == 1
+        assert same_state(states[1], states_for(2, seed=1)[1])
+        assert set(world.checkpointers[0]._cluster.missing) == {addresses[5], unknown}
+        assert all(handle.wait(30) for handle in world.save(2, states))
+    lines = [record.message for record in caplog.records]
+    assert sum("starts without a node" in line for line in lines) == 2
+
+
+def test_a_start_from_scratch_says_so_and_hides_nothing(
+    cluster1: LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+    with World(cluster1, agents=gone[:1]) as world:
+        assert world.restore(states_for(1, seed=0)) == [None]
+    assert any("it begins from scratch" in record.message for record in caplog.records)
+    # Three that do not answer may have all of a run.
+    with World(cluster1, agents=gone) as world, pytest.raises(NothingToRestore, match="agent 127"):
+        world.restore(states_for(1, seed=0))
+
+
+class Touchy:
+    """An object whose state cannot be checked on one rank."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to set."""
+
+    def check_state_dict(self, state: dict[str, int]) -> list[str]:
+        if self._fails:
+            raise AttributeError("no such thing as n")
+        return []
+
+
+def test_an_error_of_an_object_is_one_on_all_ranks(cluster6: LocalCluster) -> None:
+    with World(cluster6, ranks=2) as world:
+        states: list[dict[str, Any]] = [{"o": Touchy(fails=False)} for _ in range(2)]
+        world.restore(states)
+        assert all(handle.wait(30) for handle in world.save(1, states))
+    with World(cluster6, ranks=2) as world:
+        states = [{"o": Touchy(fails=rank == 1)} for rank in range(2)]
+        found = []
+
+        def restore(rank: int) -> None:
+            try:
+                world.checkpointers[rank].restore(states[rank])
+            except StateMismatch as error:
+                found.append(str(error))
+
+        world.each(restore)
+    assert len(found) == 2
+    assert all("rank 1: AttributeError: no such thing as n" in text for text in found)

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecckpt.client.restore.protocol import passes_over
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import Generation
 from ecckpt.policy.on_disk import OnDisk, on_disk
 from ecckpt.policy.placement import Code, Node, plan_placement
+from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import plan_recovery
 from tests.support.builders import SESSION, generation, header, inventory
 
@@ -246,15 +248,27 @@ def test_with_a_step_only_what_could_not_be_taken_was_rejected():
 
 
 def test_ruins_are_what_no_generation_could_be_made_of():
-    gone = generation(1, 8)
-    ruin = replace(inventory("n0", committed=gone), rejected={"x.region": "cut off"})
+    ruin = replace(inventory("n0"), rejected={"x.region": "cut off"})
     plan = plan_recovery("test", [ruin, inventory("n1", [header(world_size=1)])])
-    assert plan.ruins == {
-        str(gone): "it was committed, and nothing of it was found",
-        "n0/x.region": "cut off",
+    assert plan.ruins == {"n0/x.region": "cut off"}
+
+
+def test_a_generation_that_agents_were_told_of_and_that_is_gone_is_rejected_by_name():
+    old, gone, stored = generation(1, 8), generation(1, 9), generation(1, 10)
+    held = inventory("n1", [header(world_size=1, gen=old)], committed=old)
+    told = [inventory("n0", committed=gone, stored=[old]), inventory("n2", stored=[old, stored])]
+    plan = plan_recovery("test", [held, *told])
+    assert plan.chosen.generation == old
+    assert plan.rejected() == {
+        str(stored): "it was on disk everywhere, as n2 was told, and nothing of it was found",
+        str(gone): "it was committed, as n0 was told, and nothing of it was found",
     }
+    assert passes_over(plan)
+    # Not if a roll-back left it on purpose, and not if it is there.
+    left = inventory("n0", committed=gone, roll_backs=[RollBack(2, old)])
+    assert plan_recovery("test", [held, left]).rejected() == {}
     whole = inventory("n0", [header(world_size=1, gen=gone)], committed=gone)
-    assert plan_recovery("test", [whole]).ruins == {}
+    assert plan_recovery("test", [whole, held]).vanished == {}
 
 
 # -- on disk --------------------------------------------------------------------------------------

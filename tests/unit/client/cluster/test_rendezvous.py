@@ -1,6 +1,9 @@
 """Meetings: every rank gets its answer or the same error, and the late ones are named."""
 
+import contextlib
+import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ecckpt import errors
+from ecckpt.client import deadlines
 from ecckpt.client.cluster.rendezvous import Alone, StoreMeeting, meet
 from ecckpt.errors import EcckptError, InvalidConfig, RankTimeout
 
@@ -349,3 +353,80 @@ def test_alone_waits_for_its_own_threads():
         waiting = pool.submit(alone.wait, "it", 30.0)
         alone.put("it", b"x")
         waiting.result(10)
+
+
+# -- connections that break -----------------------------------------------------------------------
+
+
+class Wire:
+    """Forwards connections to a port; ``cut`` breaks all that there are."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._open += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def cut(self) -> None:
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listening.close()
+        self.cut()
+
+
+@pytest.fixture
+def wire():
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    made = Wire(server.port)
+    yield made
+    made.close()
+
+
+@pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="stores have no clone()")
+def test_a_connection_that_broke_is_made_again(wire):
+    store = dist.TCPStore(
+        "127.0.0.1", wire.port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False
+    )
+    meeting = StoreMeeting(store, 0, 2, SESSION)
+    assert meeting.add("count", 1) == 1
+    for call in (
+        lambda: meeting.add("count", 1),
+        lambda: meeting.look("key"),
+        lambda: meeting.put("key", b"x"),
+        lambda: meeting.subtract_unless("count", 1, value=100),
+    ):
+        wire.cut()
+        with pytest.raises(RuntimeError):  # one call is lost
+            call()
+        call()
+    assert meeting.look("key") == b"x"
+    wire.cut()
+    began_s = time.monotonic()
+    meeting.wait("other", 30.0)  # comes back early, and not at once
+    assert time.monotonic() - began_s >= deadlines.STORE_LOOK_S
+    for _ in range(2):  # the first is lost
+        with contextlib.suppress(RuntimeError):
+            meeting.put("other", b"")
+    meeting.wait("other", 30.0)
+    assert meeting.look("other") == b""

@@ -9,7 +9,7 @@ from ecckpt.client.effects import CallAgents
 from ecckpt.client.events import GenerationRefused, RestoreDecided, RestorePlanned, TimelineBegun
 from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Outcome, Wanted
-from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff
+from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff, revive
 from ecckpt.format.fragment_file import HOME
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import UNREAD_DISK
@@ -104,6 +104,17 @@ def test_a_new_run_begins_at_one():
     lead = Lead()
     assert lead.order()[0].timeline == 1
     assert lead.timelines() == [1]
+
+
+def test_a_refusal_that_does_not_tell_the_fence_is_tried_above_the_last_number():
+    lead = Lead(fences={"n3": 3})
+    lead.answers[BEGIN] = lambda effect: (
+        revive("Fenced", "newer", {})
+        if effect.node == "n3" and effect.message.timeline < 3
+        else inventory(effect.node, fence=effect.message.timeline)
+    )
+    assert lead.order(known=[1])[0].timeline == 3
+    assert lead.timelines() == [2, 3]
 
 
 def test_whoever_has_seen_a_newer_one_is_believed():
