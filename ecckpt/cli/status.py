@@ -63,6 +63,8 @@ def _status(arguments: argparse.Namespace) -> int:
         )
         _print_guard(facts["guard"])
         _print_disk(facts)
+        for name, why in facts["damaged"].items():
+            print(f"    damaged: {name}: {why}")
         for name, why in facts["rejected"].items():
             print(f"    not adopted: {name}: {why}")
     if status["disk"]["problem"]:

@@ -210,6 +210,8 @@ class Checkpointer:
             WrongOrder: before ``restore``, or for a step that is not after the last one.
             InvalidConfig: for a ``patience_s`` below 0.
         """
+        # In the caller's thread, because it may unregister mappings with CUDA (``Slots.ahead``).
+        self._slots.drop_removed()
         return self._performer.run(self._session.save(step, state, patience_s))
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
@@ -220,6 +222,7 @@ class Checkpointer:
         All ranks take one for the same step. What came of the ticket before is asked of the agents;
         if nothing, its shard gives way. Raises ``WrongOrder`` as ``save`` does.
         """
+        self._slots.drop_removed()
         ticket = self._performer.run(self._session.ticket(step))
         return HeldTicket(ticket, self._connections)
 

@@ -6,11 +6,10 @@ in a simulation sim/hosts/agent.py.
 
     Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Begin,
     Forget, Fence, Fetch, Assign, Guard, Store, Retain      requests (protocol/messages)
-    Begun, Finished, Failed, Due                            start, ends of actions, alarms
+    Begun, Finished, Failed, Due, FilesRemoved              start, ends of actions, alarms, losses
 
-A request that raises has changed nothing. ``Core`` dispatches; the rules are elsewhere:
-run_record.py (retention and fencing), run_records.py (files), protect.py, prefetch.py, hold.py,
-fetch.py, health.py and repair.py, archive.py, scrub.py.
+A request that raises has changed nothing. ``Core`` dispatches; the rules are in run_record.py
+(retention, fencing), run_records.py (files), and the file of each subject.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
+    FilesRemoved,
     Finished,
     Gather,
     MarkAssigned,
@@ -126,6 +126,8 @@ class Core:
                 actions = self._failed(action, error, now_s)
             case Due(task):
                 actions = self._due(task, now_s)
+            case FilesRemoved(runs):
+                actions = self.ledgers.drop_removed(runs)
             case Begun():
                 actions = [
                     *self.repairer.resume(now_s),

@@ -18,6 +18,7 @@ from ecckpt.agent.core.actions import (
     Release,
     Remember,
     Remove,
+    Warn,
 )
 from ecckpt.agent.core.run_record import Entry, RunNotes, RunRecord
 from ecckpt.errors import NotHeld
@@ -143,6 +144,23 @@ class RunRecords:
         # Discard, not recycle: the trainers may still have the slots mapped and write to them.
         unused: list[Action] = [Discard(run, region) for region in record.unused(rank)]
         return unused + self.retire(record.unfinished(rank))
+
+    def drop_removed(self, states: Iterable[str]) -> list[Action]:
+        """Drop what lies in regions that were removed, and write these runs' notes again.
+
+        Such an entry is lost although it is still mapped here: no peer can pull it, and the next
+        agent would not find it. Home copies that a job has pinned go when the job has ended.
+        """
+        actions: list[Action] = []
+        for run, record in self._runs.items():
+            lost = [entry for entry in record.entries.values() if entry.region.removed]
+            slots = [rank for rank, region in record.reserved.items() if region.removed]
+            if lost or slots:
+                text = f"run {run}: {len(lost)} files and {len(slots)} slots were removed by "
+                actions.append(Warn(f"{text}another process (RemoveIPC of logind, a cleaner?)"))
+            actions += [Discard(run, record.reserved.pop(rank)) for rank in slots]
+            actions += self.retire(lost)
+        return [*actions, *(Remember(run) for run in sorted(states))]
 
     def unused(self) -> list[Action]:
         """Drop all slots of all runs that were reserved and not staged."""
@@ -285,7 +303,7 @@ class RunRecords:
     def _free(self, entry: Entry) -> list[Action]:
         run = entry.header.shard.run
         # Never recycle a region that a trainer may still write to, or that has tensors in it.
-        if entry.table is None or entry.region.assigned:
+        if entry.table is None or entry.region.assigned or entry.region.removed:
             return [Discard(run, entry.region)]
         return [Recycle(run, entry.region)]
 
