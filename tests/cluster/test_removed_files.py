@@ -5,8 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.media import fill, small_tmpfs
 from tests.support.worlds import World, same_state, states_for
 
 
@@ -71,3 +75,23 @@ def test_a_node_whose_folder_is_removed_saves_again() -> None:
                 step += 1
                 assert step < 10
             soon(lambda: world.checkpointers[0].margin() == 2)
+
+
+@pytest.mark.parametrize("what", ["bytes", "files"])
+def test_a_run_is_restored_from_a_tmpfs_that_another_program_filled(
+    tmp_path: Path, what: str
+) -> None:
+    with (
+        small_tmpfs(tmp_path, "64m,nr_inodes=300") as folder,
+        LocalCluster(nodes=3, folder=folder) as cluster,
+    ):
+        states = states_for(3, seed=1)
+        with World(cluster, code=(1, 1), memory_bytes=4 << 20) as world:
+            world.restore(states)
+            assert all(save(world, 1, states))
+        fill(folder, what)
+        cluster.restart("n0")
+        blank = states_for(3, seed=0)
+        with World(cluster, code=(1, 1), memory_bytes=4 << 20) as world:
+            assert {each.step for each in world.restore(blank)} == {1}
+        assert all(map(same_state, blank, states))

@@ -115,10 +115,8 @@ def run_agent(
             disk_problem=disk_problem,
         )
         arbiter = os.getppid()
-        watch = threading.Thread(
-            target=_end_without_folder, args=(root, arbiter, marks), name="folder", daemon=True
-        )
-        watch.start()
+        watch = (root, arbiter, marks)
+        threading.Thread(target=_end_without_folder, args=watch, daemon=True).start()
         return Application(agent, token=token, stop=lambda: os.kill(arbiter, signal.SIGTERM))
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -221,7 +219,8 @@ def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
         if port == 0:
             return _bind_tcp(host, int(memo.read_text()))
     peers = _bind_tcp(host, port)
-    memo.write_text(str(peers.getsockname()[1]))
+    with contextlib.suppress(OSError):  # a full tmpfs costs the memory of the port only
+        memo.write_text(str(peers.getsockname()[1]))
     return peers
 
 

@@ -31,6 +31,7 @@ class RegionStore:
         self.tier = MemoryTier(root, node=node, files=self._files)
         self._states = root / "runs"
         self._files.make_folder(self._states)
+        self._files.keep_room(self._states)
         self._written: set[str] = set()  # runs that should have a state file
 
     def allocate(self, action: Allocate) -> Region:
@@ -62,9 +63,11 @@ class RegionStore:
         self._files.remake_folder(self._states)
         path = self._states / f"{run}.state"
         draft = path.with_suffix(".draft")
-        with self._files.draft(draft) as file:
-            file.write(pack_notes(notes))
+        packed = pack_notes(notes)
+        with self._files.draft_notes(draft, len(packed)) as file:
+            file.write(packed)
         self._files.rename(draft, path)
+        self._files.keep_room(self._states)
         self._written.add(run)
         return notes
 

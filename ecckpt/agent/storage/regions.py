@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ecckpt.agent.storage.hugepages import HugePages
-from ecckpt.agent.storage.volume import FileSystem, Volume
+from ecckpt.agent.storage.notes_room import FULL, give_room, keep_room
+from ecckpt.agent.storage.volume import Draft, FileSystem, Volume
 from ecckpt.errors import TmpfsFull
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.memory.mapping import begin_huge, fault_in, map_file
@@ -71,6 +72,12 @@ class Tmpfs(Volume, Protocol):
 
     def mark_assigned(self, region: Region) -> None:
         """Mark a region as assigned, in its file too, for an agent that maps it later."""
+
+    def keep_room(self, folder: Path) -> None:
+        """Reserve room for notes in the folder, as far as there is any."""
+
+    def draft_notes(self, path: Path, size_bytes: int) -> Draft:
+        """As ``draft``, in the reserved room where there is no other."""
 
     def let_go(self) -> None:
         """On return, removed regions are mapped only by the processes that asked for them."""
@@ -128,6 +135,19 @@ class TmpfsFiles(FileSystem):
         """By a bit of its mode."""
         region.path.chmod(_ASSIGNED_MODE)
         region.assigned = True
+
+    def keep_room(self, folder: Path) -> None:
+        """A few small files (notes_room.py)."""
+        keep_room(folder)
+
+    def draft_notes(self, path: Path, size_bytes: int) -> Draft:
+        """All of its pages are allocated here, so that writing needs no more."""
+        while True:
+            try:
+                return self.draft(path, size_bytes)
+            except OSError as error:
+                if error.errno not in FULL or not give_room(path.parent):
+                    raise
 
     def let_go(self) -> None:
         """Not even to make its pages huge."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ecckpt.agent.core.actions import Allocate, Discard, Recycle
 from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.agent.storage.regions import Region
+from ecckpt.agent.storage.volume import Draft
 from ecckpt.errors import TmpfsFull
 from ecckpt.sim.hosts.platter import Platter
 
@@ -51,6 +52,13 @@ class SimulatedTmpfs(Platter):
         """By its path."""
         self._assigned.add(region.path)
         region.assigned = True
+
+    def keep_room(self, folder: Path) -> None:
+        """Only regions need room here."""
+
+    def draft_notes(self, path: Path, size_bytes: int) -> Draft:
+        """As any draft."""
+        return self.draft(path)
 
     def let_go(self) -> None:
         """No region is referred to from here."""

@@ -28,8 +28,10 @@ from ecckpt.format.fragment_file import (
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.disk import Verify
 from ecckpt.protocol.messages.repair import Probe
+from ecckpt.protocol.messages.restore import Begin
 from ecckpt.protocol.messages.save import Reserve, Stage
 from tests.support.builders import generation, header, table_of
+from tests.support.media import fill, small_tmpfs
 from tests.unit.agent.runtime.services import (
     BUDGET,
     NEW,
@@ -45,6 +47,7 @@ from tests.unit.agent.runtime.services import (
     seal,
     settle,
     stage,
+    start,
 )
 
 
@@ -685,3 +688,23 @@ def test_nothing_is_made_where_the_root_was_removed(agent, root):
     with pytest.raises(FileNotFoundError):
         stage(agent, gen=generation(1, 11))
     root.mkdir()
+
+
+# -- a tmpfs that another program fills -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["bytes", "files"])
+def test_notes_have_room_in_a_tmpfs_that_is_full(tmp_path, what):
+    with small_tmpfs(tmp_path, "16m,nr_inodes=100") as folder:
+        agent = start(folder / "agent", None)
+        home = keep(agent)
+        fill(folder, what)
+        for timeline in range(2, 12):
+            agent.begin(Begin("test", timeline, f"{timeline:016x}"))
+            fill(folder, what)  # the other program takes all that is given back
+        found = again(agent)
+        assert ledger(found).fence == 11
+        assert held(found) == [(NEW, 0, HOME)]
+        assert found.slot(home.header.shard).region == home.region.name
+        found.begin(Begin("test", 12, "a" * 16))
+        assert ledger(again(found)).fence == 12
