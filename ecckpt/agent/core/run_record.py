@@ -26,7 +26,7 @@ there is what is on disk everywhere (``stored``): a commit in memory removes no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -110,7 +110,7 @@ class RunRecord:
     noted, recorded     the notes as last written to tmpfs, and to disk
     recording           a write of notes to disk is under way; there is at most one at a time
     files, damaged      files on this node's disk, and those found bad, with the reason
-    rejected            files that could not be adopted; shared by all runs of the agent
+    rejected            files that could not be adopted: this run's, or of an unknown run
     """
 
     run: str
@@ -131,7 +131,7 @@ class RunRecord:
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
     damaged: dict[tuple[ShardId, int], str] = field(default_factory=dict)
     reserved: dict[int, Region] = field(default_factory=dict)  # by rank: the slot for its next save
-    rejected: dict[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> RunNotes:

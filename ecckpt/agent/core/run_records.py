@@ -20,6 +20,7 @@ from ecckpt.agent.core.actions import (
     Remove,
     Warn,
 )
+from ecckpt.agent.core.rejected_files import RejectedFiles
 from ecckpt.agent.core.run_record import Entry, RunNotes, RunRecord
 from ecckpt.errors import NotHeld
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
@@ -36,7 +37,7 @@ _READING = "disk, for now"
 
 
 class RunRecords:
-    """The records by run, and ``rejected``: files that were not adopted, with the reason.
+    """The records by run, and ``rejected``: files of unknown runs that were not adopted, and why.
 
     ``disk``: whether the node has a disk.
     """
@@ -45,23 +46,29 @@ class RunRecords:
         self.node = node
         self.disk = disk
         self._lent: list[Entry] = []
-        self.rejected: dict[str, str] = {}
+        self._rejected = RejectedFiles()
+        self.rejected = self._rejected.everywhere
         self._runs: dict[str, RunRecord] = {}
 
     def runs(self) -> list[str]:
         """Names of all runs that this node knows."""
-        return sorted(self._runs)
+        return sorted(self._runs.keys() | self._rejected.runs())
+
+    def reject(self, name: str, why: str) -> None:
+        """Note that a file was not adopted. It concerns the run in its name, else every run."""
+        self._rejected.add(name, why)
 
     def of(self, run: str) -> RunRecord:
         """The record of a run, to change it; created if the run is not known yet."""
         if run not in self._runs:
             check_name("run", run)
-            self._runs[run] = RunRecord(run=run, rejected=self.rejected)
+            rejected = self._rejected.of(run, kept=True)
+            self._runs[run] = RunRecord(run=run, rejected=rejected)
         return self._runs[run]
 
     def look(self, run: str) -> RunRecord:
         """The record of a run, to read it; an empty one, not kept, if the run is not known."""
-        return self._runs.get(run) or RunRecord(run=run, rejected=self.rejected)
+        return self._runs.get(run) or RunRecord(run=run, rejected=self._rejected.of(run))
 
     # -- writers ----------------------------------------------------------------------------------
 
@@ -242,7 +249,8 @@ class RunRecords:
     def adopt_disk(self, found: DiskInventory) -> None:
         """Enter the files and notes that an earlier process left on disk."""
         self.rejected.pop(_READING, None)
-        self.rejected.update(found.rejected)
+        for name, why in found.rejected.items():
+            self.reject(name, why)
         for run, notes in found.notes.items():
             record = self.of(run)
             record.believe(notes)

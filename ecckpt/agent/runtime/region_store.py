@@ -102,7 +102,7 @@ class RegionStore:
             except fatal:
                 raise
             except Exception as error:
-                records.rejected[path.name] = str(error)
+                records.reject(path.name, str(error))
                 _log.warning("not adopted: %s: %s", path, error)
 
         for path in self._files.found(self._states, ".state"):

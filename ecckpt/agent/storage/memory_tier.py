@@ -50,7 +50,7 @@ class MemoryTier:
                 return region
             self._make_room(run, size_bytes, budget_bytes, what)
         try:
-            region = self._create_at_any_price(size_bytes)
+            region = self._create_at_any_price(run, size_bytes)
         except BaseException:
             with self._lock:
                 self._accounts.release(run, size_bytes)
@@ -139,15 +139,15 @@ class MemoryTier:
         for freed in self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=what):
             self._files.remove(freed.path)
 
-    def _create_at_any_price(self, size_bytes: int) -> Region:
+    def _create_at_any_price(self, run: str, size_bytes: int) -> Region:
         """A new region; where memory is full of spare ones, of any run, they go first."""
         self._files.remake_folder(self._folder)
         try:
-            return self._files.create(self._folder, size_bytes)
+            return self._files.create(self._folder, size_bytes, run=run)
         except (TmpfsFull, NotMapped):
             if not self._drop_spares():
                 raise
-            return self._files.create(self._folder, size_bytes)
+            return self._files.create(self._folder, size_bytes, run=run)
 
     def _drop_spares(self) -> int:
         """Give all spare regions back; returns how many. Unmapped, and so free, on return."""

@@ -64,8 +64,8 @@ class Tmpfs(Volume, Protocol):
 
     uses: Iterator[int]
 
-    def create(self, folder: Path, size_bytes: int) -> Region:
-        """A new region, all of its pages there. Raises ``TmpfsFull`` or ``NotMapped``."""
+    def create(self, folder: Path, size_bytes: int, *, run: str) -> Region:
+        """A new region of a run, all of its pages there. Raises ``TmpfsFull`` or ``NotMapped``."""
 
     def map(self, path: Path) -> Region:
         """A region that is there."""
@@ -91,12 +91,16 @@ class TmpfsFiles(FileSystem):
         self.uses: Iterator[int] = itertools.count(secrets.randbits(_USE_BITS))
         self._huge_pages = HugePages()
 
-    def create(self, folder: Path, size_bytes: int) -> Region:
-        """A region of whole pages, huge ones where the kernel has them."""
+    def create(self, folder: Path, size_bytes: int, *, run: str) -> Region:
+        """A region of whole pages, huge ones where the kernel has them.
+
+        The run in its name is read only where the superblock cannot be: such a file must not block
+        other runs.
+        """
         free_bytes = self.room(folder)[1]
         if free_bytes < size_bytes:
             raise TmpfsFull(str(folder), need_bytes=size_bytes, free_bytes=free_bytes)
-        path = folder / f"{secrets.token_hex(8)}.region"
+        path = folder / f"{run}@{secrets.token_hex(8)}.region"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size_bytes)

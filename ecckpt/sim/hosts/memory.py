@@ -33,7 +33,7 @@ class SimulatedTmpfs(Platter):
         self._assigned: set[Path] = set()
         self._made = itertools.count(1)
 
-    def create(self, folder: Path, size_bytes: int) -> Region:
+    def create(self, folder: Path, size_bytes: int, *, run: str) -> Region:
         """Its name tells when it was made: names in order are adopted in that order."""
         if self.full:
             raise TmpfsFull(str(folder), need_bytes=size_bytes, free_bytes=0)

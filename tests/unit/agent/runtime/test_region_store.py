@@ -438,8 +438,12 @@ def test_litter_stops_nobody_and_the_rest_is_served(agent, root, folder, suffix)
     assert ledger(later).committed == NEW
     assert content(find(later, *entry.key)) == content(entry)
     mine = {"regions": ".region", "runs": ".state"}.get(folder) == suffix
-    names = {f"{name}{suffix}" for name in ("folder", "loop", "dangling", "locked", "pipe", "huge")}
-    assert names <= rejected(later).keys() if mine else rejected(later) == {}
+    stems = ("folder", "loop", "dangling", "locked", "pipe", "huge")
+    # A state file concerns the run that it is named after; a region without a run, all of them.
+    runs = stems if suffix == ".state" else ["test"] * len(stems)
+    for stem, run in zip(stems, runs, strict=True):
+        assert (f"{stem}{suffix}" in later.inventory(run).rejected) == mine
+    assert mine or rejected(later) == {}
     stage(later, 1, gen=generation(1, 11))
 
 
@@ -708,3 +712,27 @@ def test_notes_have_room_in_a_tmpfs_that_is_full(tmp_path, what):
         assert found.slot(home.header.shard).region == home.region.name
         found.begin(Begin("test", 12, "a" * 16))
         assert ledger(again(found)).fence == 12
+
+
+# -- files that cannot be read block their own run only -------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_concerns_only_the_run_in_its_name(agent, root):
+    entry = keep(agent, run="mine")
+    keep(agent, run="other")
+    damage(entry.region.path, 60)
+    (root / "runs" / "third.state").write_bytes(b"torn")
+    found = again(agent)
+    assert set(found.inventory("mine").rejected) == {entry.region.path.name}
+    assert set(found.inventory("third").rejected) == {"third.state"}
+    for run in ("other", "new"):
+        assert not found.inventory(run).rejected
+    assert set(found.status()["runs"]) == {"mine", "other", "third"}
+    found.begin(Begin("mine", 2, "a" * 16))
+    assert found.inventory("mine").rejected  # also when the run has a record by now
+
+
+def test_a_file_without_a_run_in_its_name_concerns_every_run(agent, root):
+    for name in ("0123456789abcdef.region", "..@1.region"):
+        (root / "regions" / name).write_bytes(b"x" * 5000)
+    assert len(again(agent).inventory("new").rejected) == 2
