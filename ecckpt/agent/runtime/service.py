@@ -335,6 +335,7 @@ class AgentService:
                 {str(header.shard.generation) for header in inventory.headers.shards}
             ),
             "guard": _guard_fields(guard) if guard else None,
+            "saved_unix_s": max((header.created_unix_s for header in inventory.headers), default=0),
             "used_bytes": self.region_store.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],
             "disk_files": len(inventory.disk),

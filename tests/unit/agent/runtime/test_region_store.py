@@ -736,3 +736,11 @@ def test_a_file_without_a_run_in_its_name_concerns_every_run(agent, root):
     for name in ("0123456789abcdef.region", "..@1.region"):
         (root / "regions" / name).write_bytes(b"x" * 5000)
     assert len(again(agent).inventory("new").rejected) == 2
+
+
+def test_the_status_tells_when_the_newest_file_in_memory_was_made(agent):
+    ledger(agent, "empty")
+    entries = [keep(agent, gen=OLD), keep(agent)]
+    runs = agent.status()["runs"]
+    assert runs["empty"]["saved_unix_s"] == 0
+    assert runs["test"]["saved_unix_s"] == max(each.header.created_unix_s for each in entries)
