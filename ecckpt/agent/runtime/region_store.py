@@ -73,8 +73,11 @@ class RegionStore:
 
     def find_removed(self) -> FilesRemoved | None:
         """What was removed behind the agent since the last call; None if nothing was."""
-        regions = self.tier.find_removed()
-        names = self._files.names(self._states)
+        try:
+            names = self._files.names(self._states)
+            regions = self.tier.find_removed()
+        except OSError:  # no descriptor is free, for example: the next call looks again
+            return None
         runs = frozenset(run for run in self._written if f"{run}.state" not in names)
         self._written -= runs  # told once; they count again when they are written again
         return FilesRemoved(runs) if regions or runs else None
