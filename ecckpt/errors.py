@@ -215,7 +215,8 @@ class TmpfsFull(EcckptError, OSError):
     def __init__(self, path: str, *, need_bytes: int, free_bytes: int) -> None:
         super().__init__(
             f"{path}: {need_bytes:,} bytes wanted, {free_bytes:,} free on that tmpfs",
-            hint="enlarge the tmpfs (docker: --shm-size) or move the agent's --root",
+            hint="ecckpt status lists runs and their age, ecckpt forget RUN drops one that "
+            "is over; else enlarge the tmpfs (docker: --shm-size) or move the agent's --root",
         )
         self.need_bytes, self.free_bytes = need_bytes, free_bytes
 

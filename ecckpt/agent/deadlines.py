@@ -70,3 +70,7 @@ HUGE_PAGES_DELAY_S = 2.0
 # A new agent waits so long for the lock of its folder. After SIGKILL the lock is free only when all
 # threads have ended, which was up to 0.2 s after the process had become a zombie in 60 trials.
 LOCK_PATIENCE_S, LOCK_LOOK_S = 1.0, 0.02
+
+# How often an agent looks whether its lock and socket are still there: two calls of ``stat``. A new
+# agent waits a little more than twice as long for the port of one that has lost its folder.
+FOLDER_LOOK_S, PORT_PATIENCE_S = 1.0, 2.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,25 @@ def _status(arguments: argparse.Namespace) -> int:
         print(
             f"  run {run}: committed {facts['committed'] or 'nothing'}, "
             f"{facts['home_copies']} home copies, {facts['fragments']} fragments, "
-            f"{facts['used_bytes']:,} bytes"
+            f"{facts['used_bytes']:,} bytes{_age(facts['saved_unix_s'])}"
         )
         _print_guard(facts["guard"])
         _print_disk(facts)
+        for name, why in facts["damaged"].items():
+            print(f"    damaged: {name}: {why}")
         for name, why in facts["rejected"].items():
             print(f"    not adopted: {name}: {why}")
     if status["disk"]["problem"]:
         print(f"  disk: {status['disk']['problem']}")
     return 0
+
+
+def _age(saved_unix_s: int) -> str:
+    """How old the newest save in memory is: a run that is over shows here (``ecckpt forget``)."""
+    if not saved_unix_s:
+        return ""
+    minutes = max(0, int(time.time()) - saved_unix_s) // 60
+    return f", last save {minutes // 60} h {minutes % 60:02} min ago"
 
 
 def _print_guard(guard: dict[str, Any] | None) -> None:

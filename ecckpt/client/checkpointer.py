@@ -224,6 +224,8 @@ class Checkpointer:
         """
         step = step_of(step, state)
         self._require_usable("save")
+        # In the caller's thread, because it may unregister mappings with CUDA (``Slots.ahead``).
+        self._slots.drop_removed()
         return self._performer.run(self._session.save(step, state, patience_s))
 
     # -- for writers and readers of other frameworks (integrations/) ------------------------------
@@ -236,6 +238,7 @@ class Checkpointer:
         """
         step = step_of(step)
         self._require_usable("ticket")
+        self._slots.drop_removed()
         ticket = self._performer.run(self._session.ticket(step))
         return HeldTicket(ticket, self._connections)
 

@@ -29,6 +29,7 @@ class Slots:
 
     def __init__(self) -> None:
         self._maps: OrderedDict[str, memoryview] = OrderedDict()
+        self._paths: dict[str, Path] = {}
         self._faulted_in: set[str] = set()
         self._lock = threading.Lock()
 
@@ -49,8 +50,7 @@ class Slots:
             # A restore reads in threads of its own. They unmap nothing, for the reason that
             # ``ahead`` gives.
             while to_write and len(self._maps) > _KEPT:
-                region, _ = self._maps.popitem(last=False)  # the last view unmaps it
-                self._faulted_in.discard(region)
+                self._drop(next(iter(self._maps)))  # the last view unmaps it
         return payload
 
     def ahead(self, slot: Slot, payload_bytes: int) -> None:
@@ -68,7 +68,7 @@ class Slots:
         with self._lock:
             mapped = self._maps.pop(slot.region, None)
             if mapped is None:
-                mapped = _map(slot)
+                mapped = self._map_new(slot)
             self._maps[slot.region] = mapped
             if to_write and slot.region not in self._faulted_in:
                 self._faulted_in.add(slot.region)
@@ -77,10 +77,33 @@ class Slots:
                     fault_in(mapped)
         return mapped[start : start + payload_bytes]
 
+    def drop_removed(self) -> None:
+        """Drop the mappings whose files are gone: their pages would stay in memory for nothing.
+
+        Called before each save, since its slot may need that memory. The agent removes a slot when
+        it may not be used again; another process may remove any. A mapping of which a view is in
+        use stays until that view is gone.
+        """
+        with self._lock:
+            for region, path in list(self._paths.items()):
+                if not path.exists():
+                    self._drop(region)
+
+    def _map_new(self, slot: Slot) -> memoryview:
+        mapped = _map(slot)
+        self._paths[slot.region] = Path(slot.path)
+        return mapped
+
+    def _drop(self, region: str) -> None:
+        self._maps.pop(region, None)
+        self._paths.pop(region, None)
+        self._faulted_in.discard(region)
+
     def close(self) -> None:
         """Drop all mappings; each is unmapped when its last view is gone."""
         with self._lock:
             self._maps.clear()
+            self._paths.clear()
             self._faulted_in.clear()
 
 

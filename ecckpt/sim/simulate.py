@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from ecckpt.agent.core.sizing import steady_bytes
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.policy.retention import Keep
+from ecckpt.policy.sizing import steady_bytes
 from ecckpt.sim.faults import Faults, draw
 from ecckpt.sim.hosts.host import SimulatedHost
 from ecckpt.sim.hosts.interfaces import FragmentPuller, Witness

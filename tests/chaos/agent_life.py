@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from ecckpt.agent.core.sizing import steady_bytes
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import EcckptError
 from ecckpt.format.fragment_file import HOME, Header, fragment_bytes_for, pack_table
 from ecckpt.format.ids import Generation, ShardId
+from ecckpt.policy.sizing import steady_bytes
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.restore import Fence
 from ecckpt.protocol.messages.save import Commit, Hold, Prefetch, Protect, Reserve, Stage, Watch

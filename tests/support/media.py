@@ -1,5 +1,7 @@
 """Files in tmpfs to be mapped, and small file systems to be filled: removed, always unmounted."""
 
+import errno
+import itertools
 import mmap
 import os
 import subprocess
@@ -53,6 +55,18 @@ def small_tmpfs(folder: Path, size: str = "16m") -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, what: str) -> None:
+    """Fill a small tmpfs until it has no room for another page ("bytes") or file ("files")."""
+    try:
+        for number in itertools.count() if what == "files" else ():
+            (folder / f"filler-{number}").touch()
+        with (folder / "filler").open("ab", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+    except OSError as error:
+        assert error.errno == errno.ENOSPC  # noqa: PT017
 
 
 @contextmanager

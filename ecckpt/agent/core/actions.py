@@ -317,8 +317,18 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
+class FilesRemoved:
+    """Files of this agent in tmpfs were removed by another process, such as a cleaner.
+
+    The regions among them are marked (``Region.removed``). ``runs`` have lost their state files.
+    """
+
+    runs: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """The agent serves from now on. All that an earlier process left in memory is entered."""
 
 
-Event = Request | Finished | Failed | Due | Begun
+Event = Request | Finished | Failed | Due | FilesRemoved | Begun

@@ -1,16 +1,13 @@
 """The core of an agent: one event in, the actions that follow out. No I/O, no threads, no clock.
 
 A driver hands in requests and the ends of actions, one at a time, and performs the actions that
-come back, in order. In production that is agent/runtime/driver.py, with sockets, threads and files;
-in a simulation sim/hosts/agent.py.
+come back, in order: agent/runtime/driver.py, and in a simulation sim/hosts/agent.py.
 
     Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Begin,
     Forget, Fence, Fetch, Assign, Guard, Store, Retain      requests (protocol/messages)
-    Begun, Finished, Failed, Due                            start, ends of actions, alarms
+    Begun, Finished, Failed, Due, FilesRemoved              start, ends of actions, alarms, losses
 
-A request that raises has changed nothing. ``Core`` dispatches; the rules are elsewhere:
-run_record.py (retention and fencing), run_records.py (files), protect.py, prefetch.py, hold.py,
-fetch.py, health.py and repair.py, archive.py, scrub.py.
+A request that raises has changed nothing. The rules are in the files of their subjects.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
+    FilesRemoved,
     Finished,
     Gather,
     MarkAssigned,
@@ -53,11 +51,11 @@ from ecckpt.agent.core.repair import Repairer
 from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.scrub import Scrubber
-from ecckpt.agent.core.sizing import steady_bytes
 from ecckpt.agent.core.tasks import Fetching, Job, Scrubbing, Taking
 from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, NotMapped, TmpfsFull
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import ShardId, check_name
+from ecckpt.policy.sizing import steady_bytes
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe
@@ -126,6 +124,8 @@ class Core:
                 actions = self._failed(action, error, now_s)
             case Due(task):
                 actions = self._due(task, now_s)
+            case FilesRemoved(runs):
+                actions = self.ledgers.drop_removed(runs)
             case Begun():
                 actions = [
                     *self.repairer.resume(now_s),

@@ -24,10 +24,10 @@ from ecckpt.agent.core.actions import (
 )
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
-from ecckpt.agent.core.sizing import parity_region_bytes
 from ecckpt.agent.core.tasks import Fetching
-from ecckpt.errors import Fenced, RequestRefused
+from ecckpt.errors import Fenced, NotHeld, RequestRefused
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header
+from ecckpt.policy.sizing import parity_region_bytes
 from ecckpt.protocol.messages.restore import Fetch, Fetched
 from ecckpt.protocol.messages.save import Slot
 
@@ -75,6 +75,8 @@ class Fetcher:
             admitted = self._records.admit(run, message.writer)
         except Fenced as error:
             return self.failed(fetching, error)
+        if region.removed:
+            return self.failed(fetching, NotHeld(f"the file of {message.header.shard} was removed"))
         entry = Entry(header=message.header, region=region, table=gathered.table)
         fetching.region = None  # the entry owns it now: it must not be recycled below
         answer = Fetched(

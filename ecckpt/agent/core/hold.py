@@ -145,6 +145,8 @@ class Holder:
                 f"fragment {header.index} of {header.shard} from {message.source}: "
                 f"{bad_blocks} of {header.rows} blocks fail their CRC32C",
             )
+        if taking.region.removed:  # its file was removed by another process meanwhile
+            return self._end(taking, f"the file of fragment {header.index} was removed")
         return self._seal(taking, taking.region)
 
     def _seal(self, taking: Taking, region: Region) -> list[Action]:
@@ -172,7 +174,8 @@ class Holder:
         actions = self._records.discard(run, header.shard.rank, message.discard)
         # The home asks again after a lost answer, or when it has been restarted.
         present = self._records.look(run).find(header.shard, header.index)
-        if present is not None and present.header.same_shard(header):
+        # A damaged one is pulled again, and replaced when the new one is sealed.
+        if present is not None and present.header.same_shard(header) and not present.damage:
             return actions + self._end(taking, "")
         record = self._records.look(run)
         # This node may know of a newer commit than the home that repairs.

@@ -41,11 +41,11 @@ from ecckpt.agent.core.actions import (
 )
 from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
-from ecckpt.agent.core.sizing import parity_region_bytes
 from ecckpt.agent.core.tasks import Job, JobState
-from ecckpt.errors import CorruptFragment
+from ecckpt.errors import CorruptFragment, NotHeld
 from ecckpt.format.fragment_file import HOME, Header, pack_table
 from ecckpt.format.ids import ShardId
+from ecckpt.policy.sizing import parity_region_bytes
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Held, Hold, Prefetch, Progress, Protect
 
@@ -167,6 +167,9 @@ class Protector:
             shard = home.header.shard
             problem = f"home copy of {shard} no longer matches its checksums"
             return self.failed(job, CorruptFragment(problem), now_s)
+        if home.region.removed:
+            problem = f"the file of the home copy of {home.header.shard} was removed"
+            return self.failed(job, NotHeld(problem), now_s)
         sealed: list[Action] = []
         if home.table is None:
             home.table, home.early = table, False

@@ -29,12 +29,12 @@ from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.protect import Protector
 from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
-from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
 from ecckpt.agent.core.tasks import Job
 from ecckpt.errors import InvalidMessage
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import Generation, ShardId
 from ecckpt.policy.placement import plan_repair
+from ecckpt.policy.sizing import parity_region_bytes, steady_bytes
 from ecckpt.policy.survival import margin_of
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.repair import Guard, Presence, Probe

@@ -26,7 +26,7 @@ there is what is on disk everywhere (``stored``): a commit in memory removes no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ class Entry:
                 disk's thread reads this flag after each piece that it has copied
     early       data fragments may be pulled although the home copy is still being encoded
     parity      the parity fragments of a home copy while holders pull them
+    damage      what a verification found wrong with it; empty if nothing
     """
 
     header: Header
@@ -67,6 +68,7 @@ class Entry:
     lent: bool = False
     early: bool = False
     parity: Region | None = None
+    damage: str = ""
 
     @property
     def key(self) -> tuple[ShardId, int]:
@@ -108,7 +110,7 @@ class RunRecord:
     noted, recorded     the notes as last written to tmpfs, and to disk
     recording           a write of notes to disk is under way; there is at most one at a time
     files, damaged      files on this node's disk, and those found bad, with the reason
-    rejected            files that could not be adopted; shared by all runs of the agent
+    rejected            files that could not be adopted: this run's, or of an unknown run
     """
 
     run: str
@@ -129,7 +131,7 @@ class RunRecord:
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
     damaged: dict[tuple[ShardId, int], str] = field(default_factory=dict)
     reserved: dict[int, Region] = field(default_factory=dict)  # by rank: the slot for its next save
-    rejected: dict[str, str] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def notes(self) -> RunNotes:
@@ -212,10 +214,10 @@ class RunRecord:
         return self.entries.get((shard, index))
 
     def held(self, shard: ShardId) -> list[int]:
-        """Indices of a shard's complete files, in memory or undamaged on disk (-1: home copy)."""
-        found = {entry.header.index for entry in self._sealed() if entry.header.shard == shard}
-        on_disk = self.files.keys() - self.damaged.keys()
-        return sorted(found | {index for each, index in on_disk if each == shard})
+        """Indices of a shard's complete files that are not known to be damaged (-1: home copy)."""
+        in_memory = {entry.key for entry in self._sealed() if not entry.damage}
+        found = in_memory | (self.files.keys() - self.damaged.keys())
+        return sorted(index for each, index in found if each == shard)
 
     def inventory(self, node: str) -> Inventory:
         """All sealed files, as the planning of a restore needs them (policy/survival.py)."""
@@ -250,8 +252,7 @@ class RunRecord:
     def outdated(self) -> list[Entry]:
         """Entries that the committed generation allows to drop.
 
-        By the *written* notes: if the agent is killed after writing them and before dropping, the
-        next agent finds the commit in the notes and drops the same entries.
+        By the *written* notes: an agent that starts after a kill drops the same entries.
         """
         return [
             entry
@@ -263,9 +264,8 @@ class RunRecord:
         """Whether a commit allows to drop that generation.
 
         It does for every older one, except the generation that the run restored: that goes with the
-        first commit of the timeline that continues it. While a restart is under way (it is not
-        known yet what the newest timeline continues) nothing goes: the restart may choose a
-        generation older than the committed.
+        first commit of the timeline that continues it. While a restart is under way nothing goes:
+        it may choose a generation older than the committed.
         """
         if committed is None or generation >= committed:
             return False
@@ -354,8 +354,7 @@ class RunRecord:
     def superseded(self) -> list[DiskFile]:
         """Files older than the newest generation that is on disk everywhere, and not kept.
 
-        By the written notes, as in ``outdated``; never what the run restored and has not superseded
-        yet.
+        By the written notes, as in ``outdated``; never what the run restored and still needs.
         """
         stored = self.noted.stored
         return [
@@ -379,8 +378,8 @@ class RunRecord:
     def attempts(self) -> list[DiskFile]:
         """Files of older timelines whose generation was never on disk everywhere.
 
-        Their writers are fenced: those generations will never be complete. Files of generations
-        that a roll-back abandons are among them; the restored generation is not.
+        Their writers are fenced. Generations that a roll-back abandons are among them; the
+        restored generation is not.
         """
         start = self._start
         if start is None:

@@ -18,7 +18,10 @@ from ecckpt.agent.core.actions import (
     Release,
     Remember,
     Remove,
+    Warn,
 )
+from ecckpt.agent.core.places import places_of
+from ecckpt.agent.core.rejected_files import RejectedFiles
 from ecckpt.agent.core.run_record import Entry, RunNotes, RunRecord
 from ecckpt.errors import NotHeld, TwoHistories
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class RunRecords:
-    """The records by run, and ``rejected``: files that were not adopted, with the reason.
+    """The records by run, and ``rejected``: files of unknown runs that were not adopted, and why.
 
     ``disk``: whether the node has a disk.
     """
@@ -41,18 +44,24 @@ class RunRecords:
         self.node = node
         self.disk = disk
         self._lent: list[Entry] = []
-        self.rejected: dict[str, str] = {}
+        self._rejected = RejectedFiles()
+        self.rejected = self._rejected.everywhere
         self._runs: dict[str, RunRecord] = {}
 
     def runs(self) -> list[str]:
         """Names of all runs that this node knows."""
-        return sorted(self._runs)
+        return sorted(self._runs.keys() | self._rejected.runs())
+
+    def reject(self, name: str, why: str) -> None:
+        """Note that a file was not adopted. It concerns the run in its name, else every run."""
+        self._rejected.add(name, why)
 
     def of(self, run: str) -> RunRecord:
         """The record of a run, to change it; created if the run is not known yet."""
         if run not in self._runs:
             check_run(run)
-            self._runs[run] = RunRecord(run=run, rejected=self.rejected)
+            rejected = self._rejected.of(run, kept=True)
+            self._runs[run] = RunRecord(run=run, rejected=rejected)
         return self._runs[run]
 
     def look(self, run: str) -> RunRecord:
@@ -62,7 +71,7 @@ class RunRecords:
         several have it.
         """
         full = self.full_name(run)
-        return self._runs.get(full) or RunRecord(run=full, rejected=self.rejected)
+        return self._runs.get(full) or RunRecord(run=full, rejected=self._rejected.of(full))
 
     def full_name(self, run: str) -> str:
         """The full name of the run that is meant; ``run`` itself if none is known."""
@@ -161,6 +170,23 @@ class RunRecords:
         unused: list[Action] = [Discard(run, region) for region in record.unused(rank)]
         return unused + self.retire(record.unfinished(rank))
 
+    def drop_removed(self, states: Iterable[str]) -> list[Action]:
+        """Drop what lies in regions that were removed, and write these runs' notes again.
+
+        Such an entry is lost although it is still mapped here: no peer can pull it, and the next
+        agent would not find it. Home copies that a job has pinned go when the job has ended.
+        """
+        actions: list[Action] = []
+        for run, record in self._runs.items():
+            lost = [entry for entry in record.entries.values() if entry.region.removed]
+            slots = [rank for rank, region in record.reserved.items() if region.removed]
+            if lost or slots:
+                text = f"run {run}: {len(lost)} files and {len(slots)} slots were removed by "
+                actions.append(Warn(f"{text}another process (RemoveIPC of logind, a cleaner?)"))
+            actions += [Discard(run, record.reserved.pop(rank)) for rank in slots]
+            actions += self.retire(lost)
+        return [*actions, *(Remember(run) for run in sorted(states))]
+
     def unused(self) -> list[Action]:
         """Drop all slots of all runs that were reserved and not staged."""
         return [Discard(run, each) for run in self._runs for each in self._runs[run].unused()]
@@ -241,7 +267,8 @@ class RunRecords:
     def adopt_disk(self, found: DiskInventory) -> None:
         """Enter the files and notes that an earlier process left on disk."""
         self.rejected.pop(UNREAD_DISK, None)
-        self.rejected.update(found.rejected)
+        for name, why in found.rejected.items():
+            self.reject(name, why)
         for run, notes in found.notes.items():
             record = self.of(run)
             record.believe(notes)
@@ -302,7 +329,7 @@ class RunRecords:
     def _free(self, entry: Entry) -> list[Action]:
         run = entry.header.shard.run
         # Never recycle a region that a trainer may still write to, or that has tensors in it.
-        if entry.table is None or entry.region.assigned:
+        if entry.table is None or entry.region.assigned or entry.region.removed:
             return [Discard(run, entry.region)]
         return [Recycle(run, entry.region)]
 
@@ -351,37 +378,10 @@ class RunRecords:
         reader that found the first damaged: memory may have rotted where the disk has not. With
         ``early``, data of a home copy that is being encoded is served as well.
         """
-        places = self._places(shard, index, early=early)
+        places = places_of(self.look(shard.run), shard, index, early=early)
         if not places:
             raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
         return places[-1 if last else 0]
-
-    def _places(
-        self, shard: ShardId, index: int, *, early: bool
-    ) -> list[tuple[Region | DiskFile, int, int]]:
-        """All places of a fragment, the preferred one first: memory, then disk."""
-        record = self.look(shard.run)
-        places: list[tuple[Region | DiskFile, int, int]] = []
-        entry = record.find(shard, index)
-        if entry is not None and entry.table is not None:
-            places.append((entry.region, SUPERBLOCK_BYTES, entry.header.fragment_bytes))
-        home = record.find(shard, HOME)
-        readable = home is not None and (home.table is not None or (early and home.early))
-        if home is not None and readable and index >= 0:
-            size_bytes, k = home.header.fragment_bytes, home.header.k
-            if index < k:
-                places.append((home.region, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))
-            elif home.parity is not None and index < home.header.n:
-                at = SUPERBLOCK_BYTES + (index - k) * size_bytes
-                places.append((home.parity, at, size_bytes))
-        file = record.files.get((shard, index))
-        if file is not None:
-            places.append((file, SUPERBLOCK_BYTES, file.header.fragment_bytes))
-        file = record.files.get((shard, HOME))
-        if file is not None and 0 <= index < file.header.k:
-            size_bytes = file.header.fragment_bytes
-            places.append((file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))
-        return places
 
 
 def _name(index: int) -> str:

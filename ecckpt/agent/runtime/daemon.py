@@ -8,12 +8,14 @@ use fails the start. ``ecckpt agent`` runs this.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import logging
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from ecckpt.protocol.http import split_address
 _log = logging.getLogger(__name__)
 
 SOCKET_NAME = "agent.sock"
+LOCK_NAME = "agent.lock"
 
 # A thread serves one request. Up to 32 fetches of local ranks (core/fetch.py) and 4 verifications
 # (service.py) occupy a thread for long, and so does a ``watch`` of each local rank.
@@ -95,6 +98,7 @@ def run_agent(
     lock = _lock(root)  # before the old socket is unlinked: it may be another agent's
     own_disk, disk_lock, disk_problem = _open_disk(disk, node)
     peers, local = _bind_peers(root, host, port), _bind_unix(path)
+    marks = _marks(root)
     bound_host, bound_port = peers.getsockname()[:2]
     address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
 
@@ -111,6 +115,8 @@ def run_agent(
             disk_problem=disk_problem,
         )
         arbiter = os.getppid()
+        watch = (root, arbiter, marks)
+        threading.Thread(target=_end_without_folder, args=watch, daemon=True).start()
         return Application(agent, token=token, stop=lambda: os.kill(arbiter, signal.SIGTERM))
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -157,7 +163,7 @@ def _open_disk(disk: Path | None, node: str) -> tuple[Path | None, int | None, s
 
 
 def _lock(root: Path) -> int:
-    descriptor = os.open(root / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + deadlines.LOCK_PATIENCE_S
     while True:
         try:
@@ -174,6 +180,34 @@ def _lock(root: Path) -> int:
         return descriptor
 
 
+def _marks(root: Path) -> list[int]:
+    """The inodes of the agent's lock and socket; 0 for a file that is not there."""
+    found = []
+    for name in (LOCK_NAME, SOCKET_NAME):
+        try:
+            found.append((root / name).stat().st_ino)
+        except OSError:
+            found.append(0)
+    return found
+
+
+def _end_without_folder(root: Path, arbiter: int, marks: list[int]) -> None:
+    """End the agent once its lock or socket has been removed or replaced.
+
+    No rank of this node reaches such an agent any more, and it would keep the port from the agent
+    that a rank starts instead. That one adopts the files that are left. The end is a SIGKILL,
+    because gunicorn's orderly end would unlink the successor's socket.
+    """
+    while _marks(root) == marks:
+        time.sleep(deadlines.FOLDER_LOOK_S)
+    _log.error(
+        "%s: the lock or the socket of this agent was removed by another process, so it ends", root
+    )
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(arbiter, signal.SIGKILL)
+    os._exit(1)
+
+
 def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
     """The TCP socket. If any port will do, the port before a restart is tried first.
 
@@ -185,7 +219,8 @@ def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
         if port == 0:
             return _bind_tcp(host, int(memo.read_text()))
     peers = _bind_tcp(host, port)
-    memo.write_text(str(peers.getsockname()[1]))
+    with contextlib.suppress(OSError):  # a full tmpfs costs the memory of the port only
+        memo.write_text(str(peers.getsockname()[1]))
     return peers
 
 
@@ -197,10 +232,18 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     peers.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadlines.PEER_ACK_TIMEOUT_S)
     )
-    try:
-        peers.bind((host, port))
-    except OSError as error:
-        raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    deadline_s = time.monotonic() + deadlines.PORT_PATIENCE_S
+    while True:
+        try:
+            peers.bind((host, port))
+            break
+        except OSError as error:
+            # An agent that has lost its folder keeps the port until it notices.
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
+                time.sleep(deadlines.LOCK_LOOK_S)
+                continue
+            peers.close()
+            raise InvalidConfig(f"cannot listen on {host}:{port}: {error.strerror}") from error
     peers.listen(512)
     return peers
 

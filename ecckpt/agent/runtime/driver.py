@@ -37,6 +37,7 @@ from ecckpt.agent.core.actions import (
     Encode,
     Event,
     Failed,
+    FilesRemoved,
     Finished,
     Gather,
     Large,
@@ -162,6 +163,7 @@ class Driver:
     def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
         """A sealed entry in memory, pinned for the context; ``NotHeld`` if there is none."""
         with self.changed:
+            self.look()
             entry = self.core.ledgers.find(shard, index)
             if entry.table is None:
                 raise NotHeld(f"{shard} is still being staged")
@@ -195,6 +197,12 @@ class Driver:
         assert isinstance(answer, Reply), request
         return answer.message
 
+    def look(self) -> None:
+        """Notice files in tmpfs that another process has removed. The caller holds ``changed``."""
+        removed = self._region_store.find_removed()
+        if removed is not None:
+            self._handle(removed)
+
     def _handle(self, event: Event) -> None:
         """Decide about an event that is not a request, and hand the actions to the pools."""
         for action in self._decide(event):
@@ -219,6 +227,8 @@ class Driver:
 
     def _decide(self, event: Event) -> list[Large | Answer]:
         with self.changed:
+            if not isinstance(event, FilesRemoved):
+                self.look()  # the core must not build on a file that is gone
             actions = self.core.handle(event, time.monotonic())
             large = [action for action in actions if not isinstance(action, Small)]
             # Still under the lock: the next decision must find the files as this one left them.

@@ -173,7 +173,10 @@ class Application:
             )
         start, stop, status = _span(environ.get("HTTP_RANGE", ""), size_bytes)
         # The region may be recycled while it is sent: its reader verifies every block anyway.
-        file = path.open("rb", buffering=0)
+        try:
+            file = path.open("rb", buffering=0)
+        except FileNotFoundError as error:  # removed since it was located
+            raise NotHeld(f"the file {path} of {shard} is not there any more") from error
         file.seek(offset + start)
         extra = (
             [("Content-Range", f"bytes {start}-{stop - 1}/{size_bytes}")] if status == 206 else []

@@ -45,6 +45,12 @@ _METRICS: tuple[tuple[str, str, str, Callable[[_Facts], int | None]], ...] = (
     ("ecckpt_fragments", "gauge", "peers' fragments in memory", lambda facts: facts["fragments"]),
     ("ecckpt_used_bytes", "gauge", "memory of the run", lambda facts: facts["used_bytes"]),
     ("ecckpt_disk_bytes", "gauge", "the run's files on disk", lambda facts: facts["disk_bytes"]),
+    (
+        "ecckpt_files_damaged",
+        "gauge",
+        "files in memory and on disk that a verification or the scrub found damaged",
+        lambda facts: len(facts["damaged"]),
+    ),
     ("ecckpt_files_rejected", "gauge", "files not adopted", lambda facts: len(facts["rejected"])),
 )
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ecckpt.agent.core.actions import Allocate, Borrow, Discard, Recycle
+from ecckpt.agent.core.actions import Allocate, Borrow, Discard, FilesRemoved, Recycle
 from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
@@ -32,6 +32,8 @@ class RegionStore:
         self.tier = MemoryTier(root, node=node, files=self._files)
         self._states = root / "runs"
         self._files.make_folder(self._states)
+        self._files.keep_room(self._states)
+        self._written: set[str] = set()  # runs that should have a state file
 
     def allocate(self, action: Allocate) -> Region:
         """A region whose superblock is void; raises what the tier raises."""
@@ -59,12 +61,27 @@ class RegionStore:
         notes or the new ones. Neither is flushed: tmpfs survives a process, and does not survive a
         loss of power anyway.
         """
+        self._files.remake_folder(self._states)
         path = self._states / f"{run}.state"
         draft = path.with_suffix(".draft")
-        with self._files.draft(draft) as file:
-            file.write(pack_notes(notes))
+        packed = pack_notes(notes)
+        with self._files.draft_notes(draft, len(packed)) as file:
+            file.write(packed)
         self._files.rename(draft, path)
+        self._files.keep_room(self._states)
+        self._written.add(run)
         return notes
+
+    def find_removed(self) -> FilesRemoved | None:
+        """What was removed behind the agent since the last call; None if nothing was."""
+        try:
+            names = self._files.names(self._states)
+            regions = self.tier.find_removed()
+        except OSError:  # no descriptor is free, for example: the next call looks again
+            return None
+        runs = frozenset(run for run in self._written if f"{run}.state" not in names)
+        self._written -= runs  # told once; they count again when they are written again
+        return FilesRemoved(runs) if regions or runs else None
 
     # -- what an earlier process left -------------------------------------------------------------
 
@@ -89,7 +106,7 @@ class RegionStore:
             except fatal:
                 raise
             except Exception as error:
-                records.rejected[path.name] = str(error)
+                records.reject(path.name, str(error))
                 _log.warning("not adopted: %s: %s", path, error)
 
         for path in self._files.found(self._states, ".state"):
@@ -102,6 +119,7 @@ class RegionStore:
         record = records.of(path.stem)
         record.believe(notes)
         record.noted = notes
+        self._written.add(path.stem)
 
     def _adopt_region(self, path: Path, records: RunRecords) -> None:
         files = self._files

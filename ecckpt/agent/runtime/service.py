@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -220,6 +221,7 @@ class AgentService:
     def probe(self, message: Probe) -> Presence:
         """Which fragments of these shards are here, and which are about to be."""
         with self._changed:
+            self._driver.look()
             return self.core.presence(message)
 
     def verify(self, message: Verify) -> Verified:
@@ -229,40 +231,44 @@ class AgentService:
         try:
             rate = message.bytes_per_s and max(message.bytes_per_s, _LEAST_BYTES_PER_S)
             pace = pace_of(rate)
-            bad = self._verify(message, pace)
-        except (CorruptFragment, OSError) as error:
-            return Verified((), str(error))
+            return self._verify_file(message, pace) if message.disk else self._verify(message, pace)
         finally:
             self._verifying.release()
-        return Verified(tuple(Block(*each) for each in bad), "")
 
-    def _verify(self, message: Verify, pace: Pace) -> Blocks:
-        if not message.disk:
-            with self._driver.pinned(message.shard, message.index) as entry:
-                return check_entry(entry, pace)
+    def _verify(self, message: Verify, pace: Pace) -> Verified:
+        with self._driver.pinned(message.shard, message.index) as entry:
+            verified = _verified(lambda: check_entry(entry, pace))
+            with self._changed:
+                entry.damage = _damage(verified)
+        return verified
+
+    def _verify_file(self, message: Verify, pace: Pace) -> Verified:
         with self._changed:
             file = self.core.ledgers.find_file(message.shard, message.index)
-        bad = check_file(file, pace)
-        if bad:
-            self._driver.note_damage(file, f"{len(bad)} blocks fail their CRC32C")
-        return bad
+        verified = _verified(lambda: check_file(file, pace))
+        if damage := _damage(verified):
+            with self._changed:  # a file that this agent dropped meanwhile is not damaged
+                self.core.ledgers.find_file(message.shard, message.index)
+                self._driver.note_damage(file, damage)
+        return verified
 
     def slot(self, shard: ShardId) -> Slot:
         """How to map the sealed home copy of a shard."""
         with self._changed:
+            self._driver.look()
             home = self.core.home(shard)
             return slot_of(home.header, home.region)
 
     def inventory(self, run: str) -> Inventory:
         """Everything complete that this node has of a run."""
         with self._changed:
+            self._driver.look()
             return self.core.ledgers.look(run).inventory(self.info.node)
 
     def identities(self, run: str) -> Identities:
         """Which runs of this name the node knows."""
         with self._changed:
-            records = self.core.ledgers
-            return Identities(records.identities(run), records.awaits_disk)
+            return Identities(self.core.ledgers.identities(run), self.core.ledgers.awaits_disk)
 
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which any complete file is here."""
@@ -290,7 +296,8 @@ class AgentService:
         return where.path, offset, size_bytes
 
     def _in_full(self, shard: ShardId) -> ShardId:
-        """The shard with the run's full name: people leave the identity out."""
+        """The shard with the run's full name, which people leave out; removed files are noticed."""
+        self._driver.look()
         return replace(shard, run=self.core.ledgers.full_name(shard.run))
 
     def trace(self, run: str) -> Trace:
@@ -326,6 +333,9 @@ class AgentService:
             guard = self.core.repairer.guard_status(run)
             record = self.core.ledgers.look(run)
             damaged = {record.files[key].path.name: why for key, why in record.damaged.items()}
+            for entry in record.entries.values():
+                if entry.damage:
+                    damaged[f"{entry.region.path.name} in memory"] = entry.damage
         return {
             "committed": str(inventory.committed or ""),
             "timeline": inventory.fence,
@@ -335,6 +345,7 @@ class AgentService:
                 {str(header.shard.generation) for header in inventory.headers.shards}
             ),
             "guard": _guard_fields(guard) if guard else None,
+            "saved_unix_s": max((header.created_unix_s for header in inventory.headers), default=0),
             "used_bytes": self.region_store.tier.used_bytes(run),
             "stored": [str(generation) for generation in inventory.stored],
             "disk_files": len(inventory.disk),
@@ -344,6 +355,20 @@ class AgentService:
             "damaged": damaged,
             "rejected": dict(inventory.rejected),
         }
+
+
+def _verified(check: Callable[[], Blocks]) -> Verified:
+    try:
+        return Verified(tuple(Block(*each) for each in check()), "")
+    except (CorruptFragment, OSError) as error:
+        return Verified((), str(error))
+
+
+def _damage(verified: Verified) -> str:
+    """What is wrong, in one line; empty if nothing is."""
+    if verified.bad:
+        return f"{len(verified.bad)} blocks fail their CRC32C"
+    return verified.problem
 
 
 def _guard_fields(guard: GuardStatus) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.runtime.shard_bytes import bad_blocks
-from ecckpt.errors import CorruptFragment, EcckptError
+from ecckpt.errors import CorruptFragment, EcckptError, VersionMismatch
 from ecckpt.format.block_ranges import span_of
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table, parse_superblock
 from ecckpt.protocol.http import Pace
@@ -25,9 +25,16 @@ Blocks = list[tuple[int, int]]
 
 
 def check_entry(entry: Entry, pace: Pace) -> Blocks:
-    """(index, row) of the blocks of a pinned entry that fail their CRC32C."""
+    """(index, row) of the blocks of a pinned entry that fail their CRC32C.
+
+    Raises ``CorruptFragment`` if the superblock, the table or the end mark has changed: the next
+    agent would not adopt the file.
+    """
     assert entry.table is not None
-    bad: Blocks = []
+    header, view, bad = entry.header, entry.region.view, Blocks()
+    superblock = bytes(view[:SUPERBLOCK_BYTES])
+    trailer = view[header.trailer_offset : header.trailer_offset + header.trailer_bytes]
+    _check_ends(header, superblock, bytes(trailer), pack_table(entry.table), entry.region.name)
     for index, rows, offset, length in windows(entry.header, _WINDOW_BYTES):
         start = SUPERBLOCK_BYTES + offset
         view = entry.region.view[start : start + length]
@@ -48,8 +55,7 @@ def check_file(file: DiskFile, pace: Pace) -> Blocks:
         superblock = os.pread(descriptor, SUPERBLOCK_BYTES, 0)
         trailer = os.pread(descriptor, header.trailer_bytes, header.trailer_offset)
         name = file.path.name
-        if parse_superblock(superblock, name) != header or trailer != pack_table(file.table):
-            raise CorruptFragment(f"{name}: superblock or table has changed since it was written")
+        _check_ends(header, superblock, trailer, pack_table(file.table), name)
         buffer = memoryview(bytearray(min(_WINDOW_BYTES + header.block_bytes, header.file_bytes)))
         for index, rows, offset, length in windows(header, _WINDOW_BYTES):
             view = buffer[:length]
@@ -65,14 +71,33 @@ def check_file(file: DiskFile, pace: Pace) -> Blocks:
 
 
 def verdict_on(file: DiskFile, pace: Pace) -> str:
-    """What is wrong with a file on disk; empty if nothing is, or the file has been removed."""
+    """What is wrong with a file on disk; empty if nothing is.
+
+    A file that is not there is wrong too. If this agent has removed it, the core does not know it
+    any more and ignores the verdict.
+    """
     try:
         bad = check_file(file, pace)
     except FileNotFoundError:
-        return ""
+        return f"{file.path.name} is not there any more"
     except (EcckptError, OSError) as error:
         return str(error)
     return f"{len(bad)} of {_block_count(file.header)} blocks fail their CRC32C" if bad else ""
+
+
+def _check_ends(
+    header: Header, superblock: bytes, trailer: bytes, packed: bytes, name: str
+) -> None:
+    """Check what lies before and behind the payload; the superblock's CRC covers its padding."""
+    changed = f"{name}: the superblock has changed since it was written"
+    try:
+        found = parse_superblock(superblock, name)
+    except VersionMismatch as error:  # this process wrote or read another version there
+        raise CorruptFragment(changed) from error
+    if found != header:
+        raise CorruptFragment(changed)
+    if trailer != packed:
+        raise CorruptFragment(f"{name}: the table or end mark has changed since it was written")
 
 
 def _block_count(header: Header) -> int:

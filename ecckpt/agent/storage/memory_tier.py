@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakSet
 
 from ecckpt.agent.storage.budget import Accounts
 from ecckpt.agent.storage.region import Region
@@ -25,6 +26,7 @@ class MemoryTier:
         self._files.make_folder(self._folder)
         self._lock = threading.Lock()
         self._accounts: Accounts[Region] = Accounts(node)
+        self._mapped: WeakSet[Region] = WeakSet()
 
     def default_budget_bytes(self) -> int:
         """Half of the tmpfs: what a run may use unless told otherwise."""
@@ -44,40 +46,56 @@ class MemoryTier:
         """
         size_bytes = whole_pages(size_bytes)
         with self._lock:
-            region = self._accounts.take(run, size_bytes)
+            region = self._take(run, size_bytes)
             if region is not None:
-                region.use = next(self._files.uses)
                 return region
             self._make_room(run, size_bytes, budget_bytes, what)
         try:
-            region = self._create_at_any_price(size_bytes)
+            region = self._create_at_any_price(run, size_bytes)
         except BaseException:
             with self._lock:
                 self._accounts.release(run, size_bytes)
             raise
-        region.use = next(self._files.uses)
-        return region
+        return self._enter(region)
 
     def take_spare(self, run: str, size_bytes: int) -> Region | None:
         """As ``allocate``, but only a region that is spare; None if none fits."""
         with self._lock:
-            region = self._accounts.take(run, whole_pages(size_bytes))
-            if region is not None:
-                region.use = next(self._files.uses)
-            return region
+            return self._take(run, whole_pages(size_bytes))
 
     def recycle(self, run: str, region: Region) -> None:
-        """Make a region spare. The caller guarantees that no process reads or writes it."""
+        """Make a region spare. The caller guarantees that no process reads or writes it.
+
+        A region without a name is discarded: whatever is put into it could not be found again.
+        """
         assert not region.assigned, region
+        if not self._files.is_file(region.path):
+            self.discard(run, region)
+            return
         void(region)
         with self._lock:
             self._accounts.keep(run, region)
 
     def discard(self, run: str, region: Region) -> None:
         """Unlink a region: another process may still have it mapped."""
+        region.removed = True
         self._files.remove(region.path)
         with self._lock:
             self._accounts.release(run, region.size_bytes)
+
+    def find_removed(self) -> bool:
+        """Mark the regions whose files were removed behind this tier; True if there are new ones.
+
+        One listing of the folder: cheap enough to be made before every decision.
+        """
+        with self._lock:
+            mapped = [region for region in self._mapped if not region.removed]
+        # After the list of regions: each of them had its name by then.
+        names = self._files.names(self._folder)
+        gone = [region for region in mapped if region.path.name not in names]
+        for region in gone:
+            region.removed = True
+        return bool(gone)
 
     def assign(self, region: Region) -> None:
         """Mark a region in use as assigned, in its file too, for an agent that adopts it."""
@@ -96,25 +114,41 @@ class MemoryTier:
 
     def adopt(self, run: str, path: Path) -> Region:
         """Take over a region that an earlier agent left."""
-        region = self._files.map(path)
-        region.use = next(self._files.uses)
+        region = self._enter(self._files.map(path))
         with self._lock:
             self._accounts.adopt(run, region)
         return region
+
+    def _enter(self, region: Region) -> Region:
+        region.use = next(self._files.uses)
+        with self._lock:
+            self._mapped.add(region)
+        return region
+
+    def _take(self, run: str, size_bytes: int) -> Region | None:
+        """A spare region that fits and still has its name. The caller holds the lock."""
+        while (region := self._accounts.take(run, size_bytes)) is not None:
+            if self._files.is_file(region.path):
+                region.use = next(self._files.uses)
+                return region
+            region.removed = True
+            self._accounts.release(run, region.size_bytes)
+        return None
 
     def _make_room(self, run: str, size_bytes: int, budget_bytes: int, what: str) -> None:
         """Count a new region in. What is freed for it is unmapped, and so free, on return."""
         for freed in self._accounts.reserve(run, size_bytes, budget_bytes=budget_bytes, what=what):
             self._files.remove(freed.path)
 
-    def _create_at_any_price(self, size_bytes: int) -> Region:
+    def _create_at_any_price(self, run: str, size_bytes: int) -> Region:
         """A new region; where memory is full of spare ones, of any run, they go first."""
+        self._files.remake_folder(self._folder)
         try:
-            return self._files.create(self._folder, size_bytes)
+            return self._files.create(self._folder, size_bytes, run=run)
         except (TmpfsFull, NotMapped):
             if not self._drop_spares():
                 raise
-            return self._files.create(self._folder, size_bytes)
+            return self._files.create(self._folder, size_bytes, run=run)
 
     def _drop_spares(self) -> int:
         """Give all spare regions back; returns how many. Unmapped, and so free, on return."""

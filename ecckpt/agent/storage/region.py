@@ -16,7 +16,8 @@ class Region:
     ``use`` is drawn anew each time that the region is allocated, also by later processes: a trainer
     that has mapped the region compares it to learn whether the content is still the one it knew.
     The tensors of some process lie in an ``assigned`` region: it is never written to again, and
-    never recycled.
+    never recycled. A ``removed`` region has no name in the file system any more: no other process
+    can open it and no later agent finds it, so its content counts as lost.
     """
 
     path: Path
@@ -25,6 +26,7 @@ class Region:
     _: KW_ONLY
     use: int = 0
     assigned: bool = False
+    removed: bool = False
 
     @property
     def name(self) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ecckpt.agent.storage.hugepages import HugePages
+from ecckpt.agent.storage.notes_room import FULL, give_room, keep_room
 from ecckpt.agent.storage.region import Region
-from ecckpt.agent.storage.volume import FileSystem, Volume
+from ecckpt.agent.storage.volume import Draft, FileSystem, Volume
 from ecckpt.errors import TmpfsFull
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
 from ecckpt.memory.mapping import begin_huge, fault_in, map_file
@@ -37,14 +38,20 @@ class Tmpfs(Volume, Protocol):
 
     uses: Iterator[int]
 
-    def create(self, folder: Path, size_bytes: int) -> Region:
-        """A new region, all of its pages there. Raises ``TmpfsFull`` or ``NotMapped``."""
+    def create(self, folder: Path, size_bytes: int, *, run: str) -> Region:
+        """A new region of a run, all of its pages there. Raises ``TmpfsFull`` or ``NotMapped``."""
 
     def map(self, path: Path) -> Region:
         """A region that is there."""
 
     def mark_assigned(self, region: Region) -> None:
         """Mark a region as assigned, in its file too, for an agent that maps it later."""
+
+    def keep_room(self, folder: Path) -> None:
+        """Reserve room for notes in the folder, as far as there is any."""
+
+    def draft_notes(self, path: Path, size_bytes: int) -> Draft:
+        """As ``draft``, in the reserved room where there is no other."""
 
     def let_go(self) -> None:
         """On return, removed regions are mapped only by the processes that asked for them."""
@@ -58,12 +65,16 @@ class TmpfsFiles(FileSystem):
         self.uses: Iterator[int] = itertools.count(secrets.randbits(_USE_BITS))
         self._huge_pages = HugePages()
 
-    def create(self, folder: Path, size_bytes: int) -> Region:
-        """A region of whole pages, huge ones where the kernel has them."""
+    def create(self, folder: Path, size_bytes: int, *, run: str) -> Region:
+        """A region of whole pages, huge ones where the kernel has them.
+
+        The run in its name is read only where the superblock cannot be: such a file must not block
+        other runs.
+        """
         free_bytes = self.room(folder)[1]
         if free_bytes < size_bytes:
             raise TmpfsFull(str(folder), need_bytes=size_bytes, free_bytes=free_bytes)
-        path = folder / f"{secrets.token_hex(8)}.region"
+        path = folder / f"{run}@{secrets.token_hex(8)}.region"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size_bytes)
@@ -102,6 +113,19 @@ class TmpfsFiles(FileSystem):
         """By a bit of its mode."""
         region.path.chmod(_ASSIGNED_MODE)
         region.assigned = True
+
+    def keep_room(self, folder: Path) -> None:
+        """A few small files (notes_room.py)."""
+        keep_room(folder)
+
+    def draft_notes(self, path: Path, size_bytes: int) -> Draft:
+        """All of its pages are allocated here, so that writing needs no more."""
+        while True:
+            try:
+                return self.draft(path, size_bytes)
+            except OSError as error:
+                if error.errno not in FULL or not give_room(path.parent):
+                    raise
 
     def let_go(self) -> None:
         """Not even to make its pages huge."""

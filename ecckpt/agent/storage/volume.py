@@ -42,6 +42,12 @@ class Volume(Protocol):
     def make_folder(self, folder: Path) -> None:
         """Make the folder and its parents, accessible to this user alone, if it is not there."""
 
+    def remake_folder(self, folder: Path) -> None:
+        """Make a folder again that was removed under this process; its parent must be there."""
+
+    def names(self, folder: Path) -> frozenset[str]:
+        """The names of all files in the folder; empty if the folder is not there."""
+
     def found(self, folder: Path, suffix: str) -> list[Path]:
         """The paths in the folder whose names end with the suffix, sorted."""
 
@@ -111,6 +117,17 @@ class FileSystem:
 
     def make_folder(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def remake_folder(self, folder: Path) -> None:
+        # Without its parents: a root that is gone is the agent's end (runtime/daemon.py).
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def names(self, folder: Path) -> frozenset[str]:
+        try:
+            with os.scandir(folder) as files:
+                return frozenset(file.name for file in files)
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
 
     def found(self, folder: Path, suffix: str) -> list[Path]:
         return sorted(folder.glob(f"*{suffix}"))

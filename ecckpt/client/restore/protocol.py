@@ -70,7 +70,10 @@ class Wanted:
     def hint(self) -> str:
         """What the user can do if the restore fails."""
         if not self.named:
-            return "to start from scratch, give the run another name"
+            return (
+                "bring the nodes and disks back that are named here, and look at ecckpt "
+                "plan-restore; only if all of it is lost, start from scratch under another name"
+            )
         what = f"generation {self.generation}" if self.generation else f"step {self.step}"
         return f"{what} was asked for; ecckpt plan-restore lists what there is"
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,9 @@ from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.disk import Retain, Store, Stored
 from ecckpt.protocol.verbs import RETAIN, STORE
 
+# Each message to an agent names the failed saves since the last success, so that their files go.
+# What an agent missed of older ones goes with the next success.
+_GIVEN_UP_LIMIT = 256
 _MISSES = 3  # answers in a row that an agent may miss before it is left out
 
 
@@ -126,7 +130,7 @@ class Archivist:
         self._on_disk = OnDisk()
         self._untold = False
         self._roll_backs: tuple[RollBack, ...] = ()
-        self._given_up: list[Generation] = []
+        self._given_up: deque[Generation] = deque(maxlen=_GIVEN_UP_LIMIT)
 
     @property
     def is_wanted(self) -> bool:

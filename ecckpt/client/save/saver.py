@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ecckpt.client import deadlines
@@ -64,6 +65,10 @@ if TYPE_CHECKING:
 # Mistakes of the caller or the set-up: raised at the first save, only reported at later ones.
 _SETUP_ERRORS = (UnsupportedState, InvalidConfig, MemoryBudgetTooSmall, TmpfsFull, NotMapped)
 
+# Each message to an agent names the failed saves since the last success, so that their files go.
+# What an agent missed of older ones goes with the next success.
+_GIVEN_UP_LIMIT = 256
+
 
 class Saver:
     """Saves of one rank, one after another; ``begin_timeline`` comes before the first of each.
@@ -90,7 +95,7 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._ticket: Ticket | None = None
         self._last_step: int | None = None
-        self._given_up: list[Generation] = []
+        self._given_up: deque[Generation] = deque(maxlen=_GIVEN_UP_LIMIT)
         self._under_way: list[SaveHandle] = []
         self._claimed: list[str] = []  # keys of replica checks that are still in the store
 

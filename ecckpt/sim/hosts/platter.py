@@ -91,6 +91,13 @@ class Platter:
         """Nothing to do: folders exist as soon as a file is in them."""
         self.step()
 
+    def remake_folder(self, folder: Path) -> None:
+        """Folders are never removed here."""
+
+    def names(self, folder: Path) -> frozenset[str]:
+        """Of what is there now, without a step: power is not lost by looking."""
+        return frozenset(path.name for path in self._names if path.parent == folder)
+
     def found(self, folder: Path, suffix: str) -> list[Path]:
         """The files of a folder whose names end so."""
         self.step()

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from ecckpt.agent.storage.region import Region
+from ecckpt.agent.storage.volume import Draft
 from ecckpt.errors import TmpfsFull
 from ecckpt.sim.hosts.platter import Platter
 
@@ -26,7 +27,7 @@ class SimulatedTmpfs(Platter):
         self._assigned: set[Path] = set()
         self._made = itertools.count(1)
 
-    def create(self, folder: Path, size_bytes: int) -> Region:
+    def create(self, folder: Path, size_bytes: int, *, run: str) -> Region:
         """Its name tells when it was made: names in order are adopted in that order."""
         if self.full:
             raise TmpfsFull(str(folder), need_bytes=size_bytes, free_bytes=0)
@@ -45,6 +46,13 @@ class SimulatedTmpfs(Platter):
         """By its path."""
         self._assigned.add(region.path)
         region.assigned = True
+
+    def keep_room(self, folder: Path) -> None:
+        """Only regions need room here."""
+
+    def draft_notes(self, path: Path, size_bytes: int) -> Draft:
+        """As any draft."""
+        return self.draft(path)
 
     def let_go(self) -> None:
         """No region is referred to from here."""

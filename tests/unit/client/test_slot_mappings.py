@@ -97,3 +97,16 @@ def test_a_slot_that_is_too_small():
         os.truncate(slot.path, slot.file_bytes - 1)
         with pytest.raises(CorruptFragment, match="are needed"):
             slots.payload(slot, 100)
+
+
+def test_mappings_of_removed_files_are_dropped():
+    slots = Slots()
+    with regions(3) as made:
+        for slot in made:
+            slots.payload(slot, 100)
+        Path(made[1].path).unlink()
+        slots.drop_removed()
+        assert mapped() == ["0", "2"]
+        slots.drop_removed()  # the others stay
+        assert mapped() == ["0", "2"]
+        slots.close()

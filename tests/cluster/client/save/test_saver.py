@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ecckpt.client.save import saver
 from ecckpt.errors import InvalidConfig, SaveFailed, SaveSkipped
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.worlds import World, same_state, states_for, stopped
@@ -171,3 +172,20 @@ def test_saves_slower_than_their_cadence_commit_again_and_again(
         disturbing.join()
     assert committed >= 8
     assert begun <= 3 * committed, f"{committed} of {begun} saves were committed, in {step} steps"
+
+
+def test_the_list_of_failed_saves_in_each_message_is_bounded(
+    cluster6: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_GIVEN_UP_LIMIT", 3)
+    states = states_for(RANKS, seed=0)
+    with World(cluster6, RANKS, agents=cluster6.addresses(), code=(3, 2)) as world:
+        world.restore(states)
+        assert all(each.wait(30) for each in world.save(1, states))
+        cluster6.kill("n2", "n3", "n4", "n5")
+        for step in range(2, 8):
+            for handle in world.save(step, states):
+                assert handle.wait_done(30)
+                assert handle.error is not None
+        given_up = list(world.checkpointers[0]._session.saver._given_up)
+        assert [generation.step for generation in given_up] == [5, 6, 7]

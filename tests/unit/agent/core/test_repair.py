@@ -4,11 +4,11 @@ import pytest
 
 from ecckpt.agent.core import actions as act
 from ecckpt.agent.core.health import MISSES
-from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
 from ecckpt.agent.deadlines import HEALTH_ROUND_S
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.errors import AgentUnreachable, Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
+from ecckpt.policy.sizing import parity_region_bytes, steady_bytes
 from ecckpt.protocol.messages.repair import Guard, Member, Presence, Probe
 from ecckpt.protocol.messages.restore import Fence, Fetch
 from ecckpt.protocol.messages.save import Held, Protect

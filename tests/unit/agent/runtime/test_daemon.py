@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ecckpt.agent.runtime import daemon
-from ecckpt.client.cluster.local_agent import await_agent, local_client, start
+from ecckpt.client.cluster.local_agent import await_agent, find_or_start, local_client, start
 from ecckpt.client.config import NodeConfig
 from ecckpt.errors import RequestRefused
 from ecckpt.protocol.agent_client import AgentClient
@@ -219,3 +220,39 @@ def test_a_reader_that_stops_is_let_go() -> None:
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
             assert peer.getpeername() == listener.getsockname()
+
+
+@pytest.mark.parametrize("lost", ["agent.sock", "agent.lock", ""])
+def test_an_agent_that_lost_its_folder_ends_and_its_successor_gets_its_port(
+    cluster1: LocalCluster, lost: str
+) -> None:
+    root, address = cluster1.root("n0"), cluster1.client("n0").node().address
+    if lost:
+        (root / lost).unlink()
+    else:
+        shutil.rmtree(root)
+    cluster1.wait("n0")
+    if lost:
+        cluster1.restart("n0")
+    else:
+        root.mkdir(mode=0o700)
+        cluster1.empty("n0")
+    assert cluster1.client("n0").node().address == address
+
+
+def test_a_new_agent_waits_for_the_port_of_one_that_lost_its_folder(
+    cluster1: LocalCluster,
+) -> None:
+    root, before = cluster1.root("n0"), cluster1.client("n0").node()
+    config = NodeConfig(
+        root=root,
+        node="n0",
+        domain="n0",
+        listen=before.address,
+        token_file=None,
+    )
+    shutil.rmtree(root)
+    after = find_or_start(config)
+    assert after.address == before.address
+    assert after.pid != before.pid
+    cluster1.client("n0").shutdown()

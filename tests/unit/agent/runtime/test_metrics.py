@@ -13,6 +13,7 @@ def facts(**more):
         "fragments": 7,
         "used_bytes": 4096,
         "disk_bytes": 0,
+        "damaged": {},
         "rejected": {"a file": "why"},
     } | more
 
@@ -31,6 +32,7 @@ def test_exposition():
         'ecckpt_fragments{run="new"} 7',
         'ecckpt_used_bytes{run="new"} 4096',
         'ecckpt_disk_bytes{run="new"} 0',
+        'ecckpt_files_damaged{run="new"} 0',
         'ecckpt_files_rejected{run="new"} 1',
     ]
     for line in lines:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest.mock import MagicMock
 import msgpack
 import pytest
 
-from ecckpt.agent.core.sizing import parity_region_bytes, steady_bytes
+from ecckpt.agent.core.actions import Remember
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.agent.storage.regions import TmpfsFiles, whole_pages
 from ecckpt.coding.crc32c import crc32c
@@ -24,8 +25,15 @@ from ecckpt.format.fragment_file import (
     parse_table,
 )
 from ecckpt.policy.rollbacks import RollBack
+from ecckpt.policy.sizing import parity_region_bytes, steady_bytes
+from ecckpt.protocol.messages.disk import Verify
+from ecckpt.protocol.messages.repair import Probe
+from ecckpt.protocol.messages.restore import Begin
+from ecckpt.protocol.messages.save import Reserve, Stage
 from tests.support.builders import generation, header, table_of
+from tests.support.media import fill, small_tmpfs
 from tests.unit.agent.runtime.services import (
+    BUDGET,
     NEW,
     OLD,
     again,
@@ -39,6 +47,7 @@ from tests.unit.agent.runtime.services import (
     seal,
     settle,
     stage,
+    start,
 )
 
 
@@ -429,8 +438,12 @@ def test_litter_stops_nobody_and_the_rest_is_served(agent, root, folder, suffix)
     assert ledger(later).committed == NEW
     assert content(find(later, *entry.key)) == content(entry)
     mine = {"regions": ".region", "runs": ".state"}.get(folder) == suffix
-    names = {f"{name}{suffix}" for name in ("folder", "loop", "dangling", "locked", "pipe", "huge")}
-    assert names <= rejected(later).keys() if mine else rejected(later) == {}
+    stems = ("folder", "loop", "dangling", "locked", "pipe", "huge")
+    # A state file concerns the run that it is named after; a region without a run, all of them.
+    runs = stems if suffix == ".state" else ["test"] * len(stems)
+    for stem, run in zip(stems, runs, strict=True):
+        assert (f"{stem}{suffix}" in later.inventory(run).rejected) == mine
+    assert mine or rejected(later) == {}
     stage(later, 1, gen=generation(1, 11))
 
 
@@ -580,3 +593,154 @@ def test_two_runs_side_by_side_never_touch_each_other(agent):
         assert ledger(each, "b").committed is None
         assert held(each, "a") == [(NEW, 0, HOME), (NEW, 0, 2)]
     assert agent.core.ledgers.runs() == ["a", "b"]
+
+
+# -- files that another process removes under the agent -------------------------------------------
+
+
+def presence(agent, shard):
+    return agent.probe(Probe("test", (shard,))).held[0]
+
+
+def test_a_file_without_a_name_is_lost_in_every_answer(agent):
+    home, fragment = keep(agent), keep(agent, 2)
+    shard = home.header.shard
+    assert presence(agent, shard) == (HOME, 2)
+    fragment.region.path.unlink()
+    assert presence(agent, shard) == (HOME,)
+    assert held(agent) == [(NEW, 0, HOME)]
+    home.region.path.unlink()
+    assert not agent.inventory("test").headers
+    for ask in (agent.table, agent.slot, agent.locate_shard, lambda each: agent.locate(each, 2)):
+        with pytest.raises(NotHeld):
+            ask(shard)
+    with pytest.raises(NotHeld):
+        agent.verify(Verify(shard, HOME, False, 0))
+    assert used_bytes(agent) == 0
+
+
+def test_a_removed_file_is_noticed_by_the_next_event_of_any_kind(agent):
+    entry = keep(agent)
+    entry.region.path.unlink()
+    commit(agent, OLD)
+    assert not ledger(agent).entries
+
+
+def test_a_removed_file_in_use_is_not_recycled_afterwards(agent):
+    entry = keep(agent)
+    with agent._driver.pinned(entry.header.shard, HOME):
+        entry.region.path.unlink()
+        assert held(agent) == []
+        assert used_bytes(agent) > 0  # it is still mapped
+    assert used_bytes(agent) == 0
+    assert stage(agent, gen=generation(1, 11)).region.path.exists()
+
+
+def test_a_removed_spare_region_is_never_handed_out(agent):
+    old = keep(agent, gen=OLD)
+    keep(agent)
+    commit(agent, NEW)
+    old.region.path.unlink()
+    used = used_bytes(agent)
+    fresh = stage(agent, gen=generation(1, 11)).region
+    assert fresh is not old.region
+    assert fresh.path.exists()
+    assert used_bytes(agent) == used
+
+
+def test_a_removed_region_does_not_become_spare(agent):
+    old = keep(agent, gen=OLD)
+    keep(agent)
+    old.region.path.unlink()
+    agent.region_store.tier.recycle("test", old.region)
+    assert used_bytes(agent) == whole_pages(old.header.file_bytes)
+
+
+def test_a_reserved_slot_that_was_removed_is_given_up(agent):
+    shard = header(gen=NEW)
+    slot = agent.reserve(
+        Reserve(header=shard, memory_bytes=BUDGET, local_ranks=1, holders=0, discard=())
+    )
+    Path(slot.path).unlink()
+    with pytest.raises(NotHeld, match="no slot"):
+        agent.stage(Stage(shard, slot.region))
+
+
+def test_a_folder_of_regions_that_was_removed_is_made_again(agent):
+    keep(agent)
+    shutil.rmtree(agent.region_store.tier._folder)
+    assert not agent.inventory("test").headers
+    assert keep(agent).region.path.exists()
+
+
+def test_a_removed_state_file_is_written_again(agent, root):
+    commit(agent, NEW)
+    fence(agent, 3)
+    shutil.rmtree(root / "runs")
+    agent._driver.start()  # any event
+    agent._driver._pools[Remember].submit(bool).result()
+    assert (root / "runs" / "test.state").exists()
+    assert ledger(again(agent)).fence == 3
+    (root / "runs" / "test.state").unlink()
+    fence(agent, 4)
+    assert ledger(again(agent)).fence == 4
+
+
+def test_nothing_is_made_where_the_root_was_removed(agent, root):
+    keep(agent)
+    shutil.rmtree(root)
+    with pytest.raises(FileNotFoundError):
+        stage(agent, gen=generation(1, 11))
+    root.mkdir()
+
+
+# -- a tmpfs that another program fills -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["bytes", "files"])
+def test_notes_have_room_in_a_tmpfs_that_is_full(tmp_path, what):
+    with small_tmpfs(tmp_path, "16m,nr_inodes=100") as folder:
+        agent = start(folder / "agent", None)
+        home = keep(agent)
+        fill(folder, what)
+        for timeline in range(2, 12):
+            agent.begin(Begin("test", timeline, f"{timeline:016x}"))
+            fill(folder, what)  # the other program takes all that is given back
+        found = again(agent)
+        assert ledger(found).fence == 11
+        assert held(found) == [(NEW, 0, HOME)]
+        assert found.slot(home.header.shard).region == home.region.name
+        found.begin(Begin("test", 12, "a" * 16))
+        assert ledger(again(found)).fence == 12
+
+
+# -- files that cannot be read block their own run only -------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_concerns_only_the_run_in_its_name(agent, root):
+    entry = keep(agent, run="mine")
+    keep(agent, run="other")
+    damage(entry.region.path, 60)
+    (root / "runs" / "third.state").write_bytes(b"torn")
+    found = again(agent)
+    assert set(found.inventory("mine").rejected) == {entry.region.path.name}
+    assert set(found.inventory("third").rejected) == {"third.state"}
+    for run in ("other", "new"):
+        assert not found.inventory(run).rejected
+    assert set(found.status()["runs"]) == {"mine", "other", "third"}
+    found.begin(Begin("mine", 2, "a" * 16))
+    assert found.inventory("mine").rejected  # also when the run has a record by now
+
+
+def test_a_file_without_a_run_in_its_name_concerns_every_run(agent, root):
+    for name in ("0123456789abcdef.region", "..@1.region"):
+        (root / "regions" / name).write_bytes(b"x" * 5000)
+    assert len(again(agent).inventory("new").rejected) == 2
+
+
+def test_the_status_tells_when_the_newest_file_in_memory_was_made(agent):
+    ledger(agent, "empty")
+    entries = [keep(agent, gen=OLD), keep(agent)]
+    runs = agent.status()["runs"]
+    assert runs["empty"]["saved_unix_s"] == 0
+    assert runs["test"]["saved_unix_s"] == max(each.header.created_unix_s for each in entries)

@@ -14,12 +14,13 @@ from ecckpt.agent.runtime import rate_limit as pace
 from ecckpt.agent.runtime import verify
 from ecckpt.agent.runtime.rate_limit import pace_of
 from ecckpt.agent.runtime.service import AgentService
-from ecckpt.agent.runtime.verify import verdict_on
+from ecckpt.agent.runtime.verify import check_entry, verdict_on
 from ecckpt.cli import main
 from ecckpt.coding.reed_solomon import Codec
-from ecckpt.errors import NotHeld, RequestRefused
+from ecckpt.errors import CorruptFragment, NotHeld, RequestRefused
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES
 from ecckpt.protocol.messages.disk import Block, Verified, Verify
+from ecckpt.protocol.messages.repair import Probe
 from ecckpt.testing.local_cluster import LocalCluster
 from tests.support.builders import header
 from tests.support.worlds import World, states_for
@@ -94,15 +95,45 @@ def test_what_is_right_is_right_and_every_bad_block_is_named(agent, index, disk)
     assert list(asked(agent, entry, disk=disk).bad) == bad
 
 
-@pytest.mark.parametrize("offset", [0, 50, SUPERBLOCK_BYTES - 1, -1, -20])
-def test_what_stands_around_the_blocks_is_checked_too(agent, offset):
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("offset", [0, 50, SUPERBLOCK_BYTES - 1, -1, -20, -100])
+def test_what_stands_around_the_blocks_is_checked_too(agent, offset, disk):
     entry = keep(agent, 2)
     store(agent)
-    (path,) = agent._disk.tier.found()
+    path = next(iter(agent._disk.tier.found())) if disk else entry.region.path
     flip(path, offset if offset >= 0 else entry.header.file_bytes + offset)
-    found = asked(agent, entry, disk=True)
+    found = asked(agent, entry, disk=disk)
     assert found.problem
     assert found.bad == ()
+    (why,) = agent.status()["runs"]["test"]["damaged"].values()
+    assert why == found.problem
+
+
+def test_every_byte_around_the_blocks_in_memory_is_checked(agent):
+    entry = keep(agent, 2)
+    shard, view = entry.header, entry.region.view
+    ends = range(shard.trailer_offset, shard.trailer_offset + shard.trailer_bytes)
+    for at in (*range(SUPERBLOCK_BYTES), *ends):
+        view[at] ^= 0x40
+        with pytest.raises(CorruptFragment):
+            check_entry(entry, pace_of(0))
+        view[at] ^= 0x40
+    assert check_entry(entry, pace_of(0)) == []
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_was_found_damaged_does_not_count_as_held(agent, disk):
+    entry = keep(agent, 2)
+    if disk:
+        store(agent)
+        agent._driver.core.ledgers.retire([entry])
+    path = next(iter(agent._disk.tier.found())) if disk else entry.region.path
+    flip(path, SUPERBLOCK_BYTES + 5)
+    probe = Probe("test", (entry.header.shard,))
+    assert agent.probe(probe).held == ((2,),)
+    assert asked(agent, entry, disk=disk).bad
+    assert agent.probe(probe).held == ((),)
+    assert len(agent.inventory("test").disk if disk else agent.inventory("test").headers) == 1
 
 
 def test_a_file_cut_short_or_that_cannot_be_read_is_a_problem(agent):
@@ -201,12 +232,26 @@ def test_an_agent_begins_to_scrub_by_itself(tmp_path, bytes_per_s, rounds):
     assert sum(isinstance(task, Scrubbing) for task in pending) == rounds
 
 
-def test_a_file_that_goes_meanwhile_is_no_fault(agent):
-    keep(agent, 2)
+def test_a_file_that_the_agent_removes_meanwhile_is_no_fault(agent):
+    entry = keep(agent, 2)
+    store(agent)
+    (file,) = agent.core.ledgers.files()
+    agent.core.ledgers.remove("test", [file])
+    file.path.unlink()
+    assert not agent.core.ledgers.note_damage(file, verdict_on(file, pace_of(0)))
+    with pytest.raises(NotHeld):
+        asked(agent, entry, disk=True)
+
+
+def test_a_file_that_another_process_removes_is_a_fault(agent):
+    entry = keep(agent, 2)
     store(agent)
     (file,) = agent.core.ledgers.files()
     file.path.unlink()
-    assert verdict_on(file, pace_of(0)) == ""
+    scrub(agent)
+    damaged = {file.path.name: f"{file.path.name} is not there any more"}
+    assert agent.status()["runs"]["test"]["damaged"] == damaged
+    assert "No such file" in asked(agent, entry, disk=True).problem
 
 
 def test_people_are_told_what_is_bad_and_where(tmp_path: Path, capsys) -> None:

@@ -1,4 +1,4 @@
-"""Memory that a save needs on a node. Pure. Used by the core for budgets, and by simulations."""
+"""Memory that a save needs on a node. Pure. The agent's core and simulations make budgets of it."""
 
 from __future__ import annotations
 
