@@ -122,13 +122,13 @@ class NodeConfig:
         node = read("ECCKPT_NODE") or hostname
         token_file = read("ECCKPT_TOKEN_FILE")
         return cls(
-            root=Path(root or read("ECCKPT_ROOT") or f"/dev/shm/ecckpt-{os.getuid()}"),  # noqa: S108
+            root=_lasting(root or read("ECCKPT_ROOT") or f"/dev/shm/ecckpt-{os.getuid()}"),  # noqa: S108
             node=check_name("node", node),
             domain=read("ECCKPT_DOMAIN") or node,
             listen=read("ECCKPT_LISTEN") or "127.0.0.1:0",
-            token_file=Path(token_file) if token_file else None,
+            token_file=_lasting(token_file) if token_file else None,
             engine=read("ECCKPT_ENGINE") or AUTO,
-            disk=Path(disk) if (disk := read("ECCKPT_DISK")) else None,
+            disk=_lasting(disk) if (disk := read("ECCKPT_DISK")) else None,
             cpus=read("ECCKPT_CPUS") or "",
             nice=int(_number("ECCKPT_NICE", most=19)),
             pull_mb_s=_number("ECCKPT_PULL_MB_S", most=1e6),
@@ -140,6 +140,11 @@ class NodeConfig:
         Raises ``InvalidConfig`` if the file cannot be used.
         """
         return read_token(self.token_file)
+
+
+def _lasting(path: str | Path) -> Path:
+    """A path that means the same after a ``chdir``, and to an agent that runs elsewhere."""
+    return Path(path).absolute()
 
 
 def token_from_environment() -> str:

@@ -93,6 +93,7 @@ def run_agent(
         raise InvalidConfig(
             f"{path}: longer than a Unix socket's name may be", hint="shorter --root"
         )
+    _reset_signals()
     limits.apply()
     private_folder(root)
     lock = _lock(root)  # before the old socket is unlinked: it may be another agent's
@@ -140,6 +141,17 @@ def run_agent(
         os.close(lock)
         if disk_lock is not None:
             os.close(disk_lock)
+
+
+def _reset_signals() -> None:
+    """Undo what the program that started this process ignored or blocked.
+
+    With SIGCHLD ignored, gunicorn would never notice that its worker has died; with SIGTERM blocked
+    the agent could not be stopped.
+    """
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _open_disk(disk: Path | None, node: str) -> tuple[Path | None, int | None, str]:

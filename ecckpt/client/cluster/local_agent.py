@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from ecckpt.protocol.messages.node import NodeInfo
 _log = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 2000
+_ALREADY = "already runs here"  # in the message of an agent that found another in its folder
+_SERVER_VARIABLES = {"WEB_CONCURRENCY", "FORWARDED_ALLOW_IPS", "SENDFILE", "PORT"}
 # The same name as in agent/runtime/daemon.py, repeated because the client never imports the agent.
 SOCKET_NAME = "agent.sock"
 
@@ -48,24 +51,36 @@ def find_or_start(config: NodeConfig) -> NodeInfo:
     client = local_client(config.root)
     with contextlib.suppress(AgentUnreachable):
         return client.node()
-    start(config)
-    return await_agent(client, log_of(config.root))
+    return await_agent(client, log_of(config.root), process=start(config))
 
 
 def start(config: NodeConfig) -> subprocess.Popen[bytes]:
     """Start an agent for a folder and return at once.
 
-    If an agent already runs there, the new process ends by itself.
+    If an agent already runs there, the new process ends by itself. The agent outlives the training
+    program, so it takes over as little of it as possible: not its folder, whose files could shadow
+    modules (``-P``) and which would stay busy, and no settings that were meant for another server.
     """
     private_folder(config.root)
-    command = [sys.executable, "-m", "ecckpt", *arguments_of(config)]
+    command = [sys.executable, "-P", "-m", "ecckpt", *arguments_of(config)]
     with log_of(config.root).open("ab") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env={name: text for name, text in os.environ.items() if not _is_foreign(name)},
         )
     reap()
     _started.append((config.root, process))
     return process
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether gunicorn reads this variable, which the program has for a server of its own."""
+    return name.startswith("GUNICORN_") or name in _SERVER_VARIABLES
 
 
 def running(root: Path) -> list[int]:
@@ -114,7 +129,8 @@ def await_agent(client: AgentClient, log: Path, *, process: Started | None = Non
     """
     deadline_s = time.monotonic() + deadlines.START_AGENT_S
     while True:
-        ended = process is not None and process.poll() is not None
+        # Of several ranks that start an agent at the same moment, the agent of one stays.
+        ended = process is not None and process.poll() is not None and _ALREADY not in _tail(log)
         try:
             return client.node()
         except AgentUnreachable as error:
