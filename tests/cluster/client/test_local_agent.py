@@ -85,7 +85,7 @@ def test_an_agent_takes_over_nothing_of_the_program_that_starts_it(
 
 
 def test_a_start_that_fails_tells_why_at_once(root: Path) -> None:
-    with pytest.raises(AgentUnreachable, match=r"the agent ended.*refusing to listen on 192\.0\.2\.1"):
+    with pytest.raises(AgentUnreachable, match=r"ended.*refusing to listen on 192\.0\.2\.1"):
         find_or_start(config(root, listen="192.0.2.1:7421"))
 
 
