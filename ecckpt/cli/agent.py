@@ -55,9 +55,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _agent(arguments: argparse.Namespace) -> int:
     if arguments.stop:
-        from ecckpt.client.cluster.local_agent import local_client
+        from ecckpt.client.cluster.local_agent import stop
 
-        local_client(arguments.root).shutdown()
+        stop(arguments.root)
         return 0
     from ecckpt.agent.runtime.cpu_limits import ProcessLimits
     from ecckpt.agent.runtime.daemon import AlreadyRunning, run_agent

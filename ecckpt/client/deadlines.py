@@ -15,6 +15,8 @@ GLANCE_S = 0.05
 # -- joining a run --------------------------------------------------------------------------------
 # Starting an agent: importing its packages takes seconds on a busy machine.
 START_AGENT_S, START_LOOK_S = 30.0, 0.02
+# Stopping it: requests that run may take some seconds more.
+STOP_AGENT_S = 10.0
 # The session, which rank 0 writes at once; ranks may start a minute apart.
 SESSION_S = 60.0
 # Each rank finds or starts its agent before it joins, and hosts differ.

@@ -509,6 +509,17 @@ PROVOKED = {
 }
 
 
+@pytest.mark.parametrize("run", ["-x", ".", "..", "a" * 65, "a~b", "a~" + "0" * 15, "a b", "~"])
+def test_a_name_that_is_none_is_refused_in_every_path(run, tmp_path):
+    http = Http(tmp_path)
+    gen = "1.1.0123456789abcdef"
+    looks = [f"{name}" for name, verb in VERBS.items() if verb.is_read]
+    shards = [f"shards/{gen}/0/{what}" for what in ("table", "shard", "fragments/0")]
+    for path in (*looks, *shards):
+        status, body = http.ask("GET", f"/v1/runs/{run}/{path}")
+        assert (status, msgpack.unpackb(body)["error"]) == (400, "InvalidConfig"), path
+
+
 def test_every_error_of_every_verb_is_provoked_below():
     expected = {(verb, each.__name__) for verb in VERBS for each in VERBS[verb].errors}
     assert PROVOKED.keys() == expected

@@ -28,7 +28,7 @@ from ecckpt.errors import (
     TwoHistories,
     facts,
 )
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, ShardId, check_run
 from ecckpt.protocol.encoding import REQUEST_LIMIT_BYTES, pack_message, run_of, unpack_message
 from ecckpt.protocol.messages.node import Done, Refusal
 from ecckpt.protocol.verbs import VERBS, Verb
@@ -131,7 +131,7 @@ class Application:
         verb = VERBS.get(run["verb"]) if run else None
         if run is None or verb is None or not verb.is_read:
             raise Refused(404, f"nothing at {path}")
-        return _message(self._handler(verb)(run["run"]))
+        return _message(self._handler(verb)(check_run(run["run"])))
 
     def _post(self, environ: Environ, *, local: bool) -> Reply:
         path = environ["PATH_INFO"]
@@ -202,7 +202,8 @@ def _body(environ: Environ) -> bytes:
 
 
 def _shard(match: re.Match[str]) -> ShardId:
-    return ShardId(match["run"], Generation.parse(match["generation"]), int(match["rank"]))
+    run = check_run(match["run"])
+    return ShardId(run, Generation.parse(match["generation"]), int(match["rank"]))
 
 
 def _span(text: str, size_bytes: int) -> tuple[int, int, int]:

@@ -142,6 +142,25 @@ def await_agent(client: AgentClient, log: Path, *, process: Started | None = Non
         time.sleep(deadlines.START_LOOK_S)
 
 
+def stop(root: Path) -> None:
+    """End the agent that runs in ``root``, and return when it answers no more.
+
+    Raises ``AgentUnreachable`` if none answers there, or if it still runs after 10 s.
+    """
+    client = local_client(root)
+    client.shutdown()
+    deadline_s = time.monotonic() + deadlines.STOP_AGENT_S
+    while time.monotonic() < deadline_s:
+        try:
+            client.node()
+        except AgentUnreachable:
+            return
+        time.sleep(deadlines.START_LOOK_S)
+    raise AgentUnreachable(
+        client.address, f"told to stop, it still answers after {deadlines.STOP_AGENT_S:g} s"
+    )
+
+
 def check_reachable(infos: list[NodeInfo], token: str) -> None:
     """Check that each address leads to the agent that announced it.
 
