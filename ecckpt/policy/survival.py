@@ -121,7 +121,7 @@ class RecoveryPlan:
 
     ``ruins`` are traces that belong to no generation here. They show that something existed, so an
     empty plan with ruins does not prove a first start. ``vanished`` are generations that agents
-    were told of, as committed or on disk everywhere, and that no file was found of.
+    were told of as committed, and that no file was found of.
     """
 
     run: str
@@ -210,13 +210,11 @@ def _vanished(
 ) -> dict[Generation, str]:
     vanished: dict[Generation, str] = {}
     for inventory in inventories:
-        told = dict.fromkeys(inventory.stored, "it was on disk everywhere")
-        if inventory.committed is not None:
-            told[inventory.committed] = "it was committed"
-        for generation, what in told.items():
-            if generation not in found and not abandoned_by(generation, roll_backs):
-                why = f"{what}, as {inventory.node} was told, and nothing of it was found"
-                vanished.setdefault(generation, why)
+        generation = inventory.committed
+        if generation is None or generation in found or abandoned_by(generation, roll_backs):
+            continue
+        why = f"it was committed, as {inventory.node} was told, and nothing of it was found"
+        vanished.setdefault(generation, why)
     return vanished
 
 
