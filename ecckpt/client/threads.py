@@ -201,7 +201,7 @@ class ThreadPerformer:
             ),
             StoreAgree: lambda effect: meeting.agree(effect.key, effect.text),
             StorePut: lambda effect: meeting.put(effect.key, effect.value),
-            StoreGet: lambda effect: meeting.look(effect.key),
+            StoreGet: lambda effect: meeting.peek(effect.key),
             StoreDrop: lambda effect: meeting.drop(effect.key),
             StoreWait: lambda effect: meeting.wait(effect.key, effect.timeout_s),
         }

@@ -28,7 +28,7 @@ class Keep:
         if self.every_steps < 0:
             raise InvalidConfig(f"keep_every_steps={self.every_steps} is negative")
 
-    def of(
+    def kept_of(
         self, stored: Iterable[Generation], roll_backs: Sequence[RollBack]
     ) -> tuple[Generation, ...]:
         """The stored generations that stay, oldest first.

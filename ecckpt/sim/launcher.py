@@ -170,7 +170,7 @@ class Launcher(Actor):
             return Wanted()
         run = self.truth.run
         inventories = [
-            host.records.look(run).inventory(node)
+            host.records.get(run).inventory(node)
             for node, host in hosts.items()
             if host.records is not None
         ]

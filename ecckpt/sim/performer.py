@@ -63,7 +63,7 @@ Read = Callable[[SimulatedAgent, Any], object]
 
 # Requests that an agent answers from what its core knows, without an event.
 _READS: dict[Verb[Any, Any], Read] = {
-    INVENTORY: lambda agent, run: agent.core.ledgers.look(run).inventory(agent.node),
+    INVENTORY: lambda agent, run: agent.core.records.get(run).inventory(agent.node),
     SLOT: lambda agent, shard: slot_of(
         agent.core.home(shard).header, agent.core.home(shard).region
     ),

@@ -217,7 +217,7 @@ class Life:
         core = self._agent.core
         while core._holder.coming(head.shard) and time.monotonic() < deadline_s:
             time.sleep(0.001)
-        core.ledgers.find(head.shard, HELD)  # or NotHeld
+        core.records.find(head.shard, HELD)  # or NotHeld
 
 
 def _say(text: str) -> None:

@@ -232,9 +232,9 @@ class Lives:
     # -- what must be true ------------------------------------------------------------------------
 
     def check(self, account: Account) -> None:
-        shelf, ledgers = RegionStore(self.root, node=NODE), RunRecords(NODE)
-        shelf.adopt(ledgers)
-        ledger = ledgers.look(RUN)
+        shelf, records = RegionStore(self.root, node=NODE), RunRecords(NODE)
+        shelf.adopt(records)
+        ledger = records.get(RUN)
         committed = account.last("committed ") or self._base_account.last("committed ")
         least = Generation.parse(committed)
         assert ledger.committed is not None

@@ -421,7 +421,7 @@ def _knows_two_runs(http, monkeypatch):
 
 
 def _reads_its_disk(http, monkeypatch):
-    http.agent.core.ledgers.await_disk()
+    http.agent.core.records.await_disk()
 
 
 def _verifies_much(http, monkeypatch):

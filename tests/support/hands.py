@@ -35,7 +35,7 @@ class Hands:
             if isinstance(action, act.Reply | act.Refuse):
                 self.answers.append(action)
             elif isinstance(action, act.Remember) and self.writes:
-                self.tell(act.Finished(action, self.core.ledgers.of(action.run).notes))
+                self.tell(act.Finished(action, self.core.records.get_or_create(action.run).notes))
             elif isinstance(action, act.Large):
                 self.todo.append(action)
             elif isinstance(action, act.Borrow) and self.spares:
@@ -72,7 +72,7 @@ class Hands:
         if isinstance(action, act.Pull):
             result = self.sums(action.taking, result)
         if isinstance(action, act.Remember):
-            result = self.core.ledgers.of(action.run).notes
+            result = self.core.records.get_or_create(action.run).notes
         self.tell(act.Finished(action, result))
         return action
 
@@ -91,7 +91,7 @@ class Hands:
         return found
 
     def held(self, run="test"):
-        headers = self.core.ledgers.look(run).inventory("n1").headers
+        headers = self.core.records.get(run).inventory("n1").headers
         return sorted((each.shard.generation, each.shard.rank, each.index) for each in headers)
 
 

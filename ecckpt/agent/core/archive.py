@@ -50,7 +50,7 @@ class Archiver:
 
     def _store(self, message: Store) -> list[Action]:
         """Begin to store a generation, or answer how far it is."""
-        record = self._records.of(message.run)
+        record = self._records.get_or_create(message.run)
         record.check_writer(message.generation.timeline)
         if not self._records.disk:
             return [Reply(Stored(False, (), 0, ()))]
@@ -68,7 +68,7 @@ class Archiver:
         generation = storing.message.generation
         pieces = tuple(
             Piece(shard.rank, index)
-            for shard, index in self._records.look(run).files
+            for shard, index in self._records.get(run).files
             if shard.generation == generation
         )
         left = list(storing.waiting)
@@ -86,7 +86,7 @@ class Archiver:
         The files are removed when the notes are written (``Core._remembered``). An agent that is
         killed in between has lost no file, and knows the same of the newer generations.
         """
-        record = self._records.of(message.run)
+        record = self._records.get_or_create(message.run)
         record.check_writer(message.writer)
         if list(message.generations) != sorted(set(message.generations)) or not message.generations:
             raise InvalidMessage(f"{len(message.generations)} generations, not oldest first")
@@ -102,7 +102,9 @@ class Archiver:
         # Entered in any case: ``remove`` takes files out of the record.
         self._records.keep_file(file)
         run = file.header.shard.run
-        forgotten = file.header.shard.generation.timeline < self._records.of(run).forgotten
+        forgotten = (
+            file.header.shard.generation.timeline < self._records.get_or_create(run).forgotten
+        )
         gone = self._records.remove(run, [file]) if forgotten else []
         return [*gone, *self._finish_write(write)]
 
@@ -110,7 +112,7 @@ class Archiver:
         """A file could not be written. For want of room, remove old attempts and try once more."""
         run, storing = write.entry.header.shard.run, write.storing
         if not write.again and isinstance(error, DiskBudgetTooSmall | DiskFull):
-            attempts = self._records.remove(run, self._records.of(run).attempts())
+            attempts = self._records.remove(run, self._records.get_or_create(run).attempts())
             if attempts:
                 return [*attempts, Write(storing, write.entry, again=True)]
         warned = [] if storing.problems else [Warn(f"storing {write.entry.header.shard}: {error}")]

@@ -95,15 +95,15 @@ class Core:
         scrub_bytes_per_s: float = 0.0,
         early_bytes: int = EARLY_BYTES,
     ) -> None:
-        self.ledgers = RunRecords(node, disk=disk)
-        self.archiver = Archiver(self.ledgers, problem=disk_problem)
+        self.records = RunRecords(node, disk=disk)
+        self.archiver = Archiver(self.records, problem=disk_problem)
         self._node = node
         self._budget_bytes = budget_bytes
-        self._protector = Protector(self.ledgers, address=address, early_bytes=early_bytes)
-        self._holder = Holder(self.ledgers)
-        self._fetcher = Fetcher(self.ledgers)
-        self.repairer = Repairer(self.ledgers, self._protector, budget_bytes=budget_bytes)
-        self._scrubber = Scrubber(self.ledgers, bytes_per_s=scrub_bytes_per_s)
+        self._protector = Protector(self.records, address=address, early_bytes=early_bytes)
+        self._holder = Holder(self.records)
+        self._fetcher = Fetcher(self.records)
+        self.repairer = Repairer(self.records, self._protector, budget_bytes=budget_bytes)
+        self._scrubber = Scrubber(self.records, bytes_per_s=scrub_bytes_per_s)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Decide what follows from an event at that time.
@@ -125,7 +125,7 @@ class Core:
             case Due(task):
                 actions = self._due(task, now_s)
             case FilesRemoved(runs):
-                actions = self.ledgers.drop_removed(runs)
+                actions = self.records.drop_removed(runs)
             case Begun():
                 actions = [
                     *self.repairer.resume(now_s),
@@ -152,14 +152,14 @@ class Core:
 
     def home(self, shard: ShardId) -> Entry:
         """The sealed home copy of a shard; raises if there is none, or it is still being staged."""
-        entry = self.ledgers.find(shard, HOME)
+        entry = self.records.find(shard, HOME)
         if entry.table is None:
             raise InvalidMessage(f"{shard} is still being staged")
         return entry
 
     def presence(self, message: Probe) -> Presence:
         """Which fragments of these shards this node has, and which it is about to have."""
-        record = self.ledgers.look(message.run)
+        record = self.records.get(message.run)
         return Presence(
             node=self._node,
             committed=record.committed,
@@ -213,9 +213,9 @@ class Core:
                 f"local ranks with RS({header.k}, {header.m})",
             )
         return [
-            *self.ledgers.admit(run, header.shard.generation.timeline, header),
-            *self.ledgers.discard(run, rank, message.discard),
-            *self.ledgers.clear(run, rank),  # before the new slot: it may need their memory
+            *self.records.admit(run, header.shard.generation.timeline, header),
+            *self.records.discard(run, rank, message.discard),
+            *self.records.clear(run, rank),  # before the new slot: it may need their memory
             Allocate(
                 run=run,
                 size_bytes=header.file_bytes,
@@ -229,19 +229,19 @@ class Core:
         header = message.header
         try:
             # Again: the fence may have risen while the region was allocated.
-            self.ledgers.of(header.shard.run).admit(header.shard.generation.timeline)
+            self.records.get_or_create(header.shard.run).admit(header.shard.generation.timeline)
         except Fenced as error:
             return [Recycle(header.shard.run, region), Refuse(error)]
-        older = self.ledgers.reserve(header.shard.run, header.shard.rank, region)
+        older = self.records.reserve(header.shard.run, header.shard.rank, region)
         return [*older, Reply(slot_of(header, region))]
 
     def _stage(self, message: Stage) -> list[Action]:
         header = message.header
         run, timeline = header.shard.run, header.shard.generation.timeline
         # ``stage`` may raise, so the fence is raised only after it.
-        self.ledgers.look(run).check_writer(timeline)
-        staged = self.ledgers.stage(header, message.region)
-        return [*staged, *self.ledgers.admit(run, timeline), Reply(Done())]
+        self.records.get(run).check_writer(timeline)
+        staged = self.records.stage(header, message.region)
+        return [*staged, *self.records.admit(run, timeline), Reply(Done())]
 
     def _asked_to_restore(self, request: Fetch | Assign) -> list[Action]:
         if isinstance(request, Fetch):
@@ -251,17 +251,17 @@ class Core:
         return [MarkAssigned(home.region), Reply(slot_of(home.header, home.region))]
 
     def _commit(self, message: Commit) -> list[Action]:
-        record = self.ledgers.of(message.run)
+        record = self.records.get_or_create(message.run)
         record.commit(message.generation)
-        return self.ledgers.write_notes(record, message) or [
-            *self.ledgers.retire(record.outdated()),
+        return self.records.write_notes(record, message) or [
+            *self.records.retire(record.outdated()),
             Reply(Done()),
         ]
 
     def _fence(self, message: Begin | Forget | Fence) -> list[Action]:
         if isinstance(message, Forget):  # of people, who may leave the identity out
-            message = replace(message, run=self.ledgers.full_name(message.run))
-        record = self.ledgers.of(message.run)
+            message = replace(message, run=self.records.full_name(message.run))
+        record = self.records.get_or_create(message.run)
         if isinstance(message, Fence):
             newer = record.admit(message.timeline)
             record.learn_roll_backs(message.roll_backs)
@@ -275,18 +275,18 @@ class Core:
             forgotten = [
                 *self.archiver.stop(message.run),
                 *self._holder.prefetcher.clear(message.run),
-                *self.ledgers.forget(message.run),
+                *self.records.forget(message.run),
             ]
         return [
-            *(self.ledgers.clear(message.run) if newer else ()),
+            *(self.records.clear(message.run) if newer else ()),
             *forgotten,
-            *(self.ledgers.write_notes(record, message) or [self._reply(message)]),
+            *(self.records.write_notes(record, message) or [self._reply(message)]),
         ]
 
     def _reply(self, request: Noted) -> Reply:
         """The answer to a request whose changes are now in the written notes."""
         if isinstance(request, Begin):
-            return Reply(self.ledgers.look(request.run).inventory(self._node))
+            return Reply(self.records.get(request.run).inventory(self._node))
         return Reply(Done())
 
     # -- ends of actions --------------------------------------------------------------------------
@@ -314,18 +314,18 @@ class Core:
             case Write():
                 return self.archiver.written(action, result)
             case Record(run):
-                return self.ledgers.notes_copied(run, result)
+                return self.records.notes_copied(run, result)
         return []  # Remove: the records were changed when it was decided
 
     def _remembered(self, run: str, notes: RunNotes) -> list[Action]:
-        record = self.ledgers.of(run)
+        record = self.records.get_or_create(run)
         record.noted = notes
         # Only now, with the commit in the state file: an agent that is killed before this line
         # finds the old notes and still has every file that they need.
         return [
-            *self.ledgers.retire(record.outdated()),
-            *self.ledgers.copy_notes_to_disk(record),
-            *self.ledgers.remove(run, record.superseded()),
+            *self.records.retire(record.outdated()),
+            *self.records.copy_notes_to_disk(record),
+            *self.records.remove(run, record.superseded()),
         ]
 
     def _allocated(self, task: object, region: Any) -> list[Action]:
@@ -360,7 +360,7 @@ class Core:
             case AskPeer():
                 actions = self.repairer.missed(action, now_s)
             case Record(run):
-                actions = self.ledgers.notes_copied(run, None)
+                actions = self.records.notes_copied(run, None)
             case Post(message=Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions
@@ -384,17 +384,17 @@ class Core:
         early = self._holder.prefetcher.clear(run)
         if early:
             return [*early, action]
-        recalled = self.ledgers.recall(run, action.size_bytes)
+        recalled = self.records.recall(run, action.size_bytes)
         if recalled:
             return [*recalled, action]
         again = replace(action, again=True)
-        record = self.ledgers.of(action.run)
+        record = self.records.get_or_create(action.run)
         abandoned = record.abandoned() or record.leftover()
-        unused = self.ledgers.unused()
+        unused = self.records.unused()
         if not abandoned and not unused:
             return self._failed(again, error, now_s)
         text = (
             f"run {action.run}: dropped {len(abandoned)} files of older timelines and "
             f"{len(unused)} slots that were reserved"
         )
-        return [*unused, *self.ledgers.retire(abandoned), Warn(text), again]
+        return [*unused, *self.records.retire(abandoned), Warn(text), again]

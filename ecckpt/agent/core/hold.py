@@ -82,7 +82,7 @@ class Holder:
         if header.index == HOME:
             raise InvalidMessage("a home copy is fetched, not held")
         # Every check comes before the first change: a request that is refused changes nothing.
-        self._records.look(header.shard.run).check_writer(message.writer)
+        self._records.get(header.shard.run).check_writer(message.writer)
         table = parse_table(message.table, header, f"table of {header.shard}")
         queued = len(self._waiting) + len(self._pulling)
         if queued >= _QUEUE_LIMIT:
@@ -173,11 +173,11 @@ class Holder:
         run = header.shard.run
         actions = self._records.discard(run, header.shard.rank, message.discard)
         # The home asks again after a lost answer, or when it has been restarted.
-        present = self._records.look(run).find(header.shard, header.index)
+        present = self._records.get(run).find(header.shard, header.index)
         # A damaged one is pulled again, and replaced when the new one is sealed.
         if present is not None and present.header.same_shard(header) and not present.damage:
             return actions + self._end(taking, "")
-        record = self._records.look(run)
+        record = self._records.get(run)
         # This node may know of a newer commit than the home that repairs.
         if message.repair and record.is_outdated(header.shard.generation, record.committed):
             return actions + self._end(taking, f"{record.committed} is committed")

@@ -48,9 +48,7 @@ class Prefetcher:
         taking = Taking(message=message)
         header = message.header
         actions = self.supersede(header.shard)
-        known = taking.key in self._takings or self._records.look(header.shard.run).find(
-            *taking.key
-        )
+        known = taking.key in self._takings or self._records.get(header.shard.run).find(*taking.key)
         if known or len(self._waiting) >= _QUEUE_LIMIT or self._is_stale(taking):
             return actions
         self._takings[taking.key] = taking
@@ -112,7 +110,7 @@ class Prefetcher:
         """Whether the generation is committed or older, or its writer is fenced."""
         message = taking.message
         shard = message.header.shard
-        record = self._records.look(shard.run)
+        record = self._records.get(shard.run)
         committed = record.committed is not None and shard.generation <= record.committed
         return committed or message.writer < record.fence
 

@@ -79,7 +79,7 @@ class Protector:
         A job of the same shard and a repair that is under way are cancelled first.
         """
         # Both may raise, and nothing is changed until then.
-        self._records.look(message.shard.run).check_writer(message.writer)
+        self._records.get(message.shard.run).check_writer(message.writer)
         home = self._records.find(message.shard, HOME)
         actions = self._records.admit(message.shard.run, message.writer)
         if (older := self._jobs.get(message.shard)) and not older.ended:
@@ -134,7 +134,7 @@ class Protector:
         """How far a shard is, as ``watch`` answers it."""
         job = self._jobs.get(shard)
         if job is None:
-            home = self._records.look(shard.run).find(shard, HOME)
+            home = self._records.get(shard.run).find(shard, HOME)
             # A sealed home copy without a job was left by an earlier agent process.
             state = "unknown" if home is None or home.table is not None else "staging"
             return Progress(state=state, held=0, problems=(), encode_s=0.0, protected_s=0.0)

@@ -30,7 +30,7 @@ class RejectedFiles:
         """The runs that have files of their own here."""
         return {run for run, rejected in self._own.items() if rejected}
 
-    def of(self, run: str, *, kept: bool = False) -> Mapping[str, str]:
+    def for_run(self, run: str, *, kept: bool = False) -> Mapping[str, str]:
         """What concerns a run. If it is ``kept``, a later ``add`` is seen in it."""
         own = self._own.setdefault(run, {}) if kept else self._own.get(run, {})
         return ChainMap(self.everywhere, own)

@@ -92,7 +92,7 @@ class Repairer:
         """Watch a run's home copies from now on, as the guard says."""
         if not 0 <= message.holders <= len(message.members) <= _MEMBERS_LIMIT:
             raise InvalidMessage(f"{message.holders} holders of {len(message.members)} members")
-        record = self._records.of(message.run)
+        record = self._records.get_or_create(message.run)
         newer = record.admit(message.writer)
         record.guard = message
         return [
@@ -103,13 +103,17 @@ class Repairer:
 
     def resume(self, now_s: float) -> list[Action]:
         """After a start of the agent: go on with the guards in the adopted notes."""
-        runs = [run for run in self._records.runs() if self._records.of(run).guard is not None]
+        runs = [
+            run
+            for run in self._records.runs()
+            if self._records.get_or_create(run).guard is not None
+        ]
         return [action for run in runs for action in self._start_watching(run, now_s)]
 
     def due(self, health: GroupHealth, now_s: float) -> list[Action]:
         """Begin a round: probe the peers, and repair what is known to be missing."""
         wake = Wake(now_s + deadlines.HEALTH_ROUND_S, health)
-        record = self._records.look(health.run)
+        record = self._records.get(health.run)
         if not self._in_force(record):
             return [wake]
         shards = self._align(health, record, now_s)
@@ -154,7 +158,7 @@ class Repairer:
 
     def guard_status(self, run: str) -> GuardStatus | None:
         """How safe the run's guarded generation is; None if none is guarded."""
-        record, health = self._records.look(run), self._health.get(run)
+        record, health = self._records.get(run), self._health.get(run)
         guarded = record.guarded()
         if record.guard is None or health is None or not guarded:
             return None
@@ -208,7 +212,7 @@ class Repairer:
 
     def _repair_next(self, health: GroupHealth, now_s: float) -> list[Action]:
         """Begin to repair the first shard with a missing fragment, if a repair may begin."""
-        record = self._records.look(health.run)
+        record = self._records.get(health.run)
         if self._repair is not None or self._protector.busy or not self._in_force(record):
             return []
         for entry in record.guarded():

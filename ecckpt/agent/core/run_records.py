@@ -56,22 +56,22 @@ class RunRecords:
         """Note that a file was not adopted. It concerns the run in its name, else every run."""
         self._rejected.add(name, why)
 
-    def of(self, run: str) -> RunRecord:
+    def get_or_create(self, run: str) -> RunRecord:
         """The record of a run, to change it; created if the run is not known yet."""
         if run not in self._runs:
             check_run(run)
-            rejected = self._rejected.of(run, kept=True)
+            rejected = self._rejected.for_run(run, kept=True)
             self._runs[run] = RunRecord(run=run, rejected=rejected)
         return self._runs[run]
 
-    def look(self, run: str) -> RunRecord:
+    def get(self, run: str) -> RunRecord:
         """The record of a run, to read it; an empty one, not kept, if the run is not known.
 
         A name without identity finds the run that has this name. Raises ``TwoHistories`` if
         several have it.
         """
         full = self.full_name(run)
-        return self._runs.get(full) or RunRecord(run=full, rejected=self._rejected.of(full))
+        return self._runs.get(full) or RunRecord(run=full, rejected=self._rejected.for_run(full))
 
     def full_name(self, run: str) -> str:
         """The full name of the run that is meant; ``run`` itself if none is known."""
@@ -97,7 +97,7 @@ class RunRecords:
         describes what the writer is about to save; its ``parent`` tells what the timeline
         continues.
         """
-        record = self.of(run)
+        record = self.get_or_create(run)
         newer = record.admit(writer)
         if header is not None:
             record.learn_from(header)
@@ -121,7 +121,7 @@ class RunRecords:
         After a failure the notes are copied with the next change; after a success at once, if they
         changed meanwhile.
         """
-        record = self.of(run)
+        record = self.get_or_create(run)
         record.recording = False
         if notes is None:
             return []
@@ -132,7 +132,7 @@ class RunRecords:
 
     def enter(self, entry: Entry) -> list[Action]:
         """Enter a file, sealed or staged; the file that it replaces is dropped."""
-        entries = self.of(entry.header.shard.run).entries
+        entries = self.get_or_create(entry.header.shard.run).entries
         older = entries.pop(entry.key, None)
         entries[entry.key] = entry
         return [] if older is None else self._give_up(older)
@@ -147,8 +147,8 @@ class RunRecords:
 
     def reserve(self, run: str, rank: int, region: Region) -> list[Action]:
         """Note the slot for a rank's next save; the slot that it had reserved before is dropped."""
-        older = self.of(run).unused(rank)
-        self.of(run).reserved[rank] = region
+        older = self.get_or_create(run).unused(rank)
+        self.get_or_create(run).reserved[rank] = region
         return [Discard(run, each) for each in older]
 
     def stage(self, header: Header, name: str) -> list[Action]:
@@ -156,7 +156,7 @@ class RunRecords:
 
         Raises ``NotHeld`` if the rank has no such slot, or the slot is too small.
         """
-        reserved = self.of(header.shard.run).reserved
+        reserved = self.get_or_create(header.shard.run).reserved
         region = reserved.get(header.shard.rank)
         if region is None or region.name != name or region.size_bytes < header.file_bytes:
             raise NotHeld(f"node {self.node} has no slot {name} for {header.shard}")
@@ -165,7 +165,7 @@ class RunRecords:
 
     def clear(self, run: str, rank: int | None = None) -> list[Action]:
         """Drop the slots that a rank (None: every rank) reserved, or staged and never sealed."""
-        record = self.of(run)
+        record = self.get_or_create(run)
         # Discard, not recycle: the trainers may still have the slots mapped and write to them.
         unused: list[Action] = [Discard(run, region) for region in record.unused(rank)]
         return unused + self.retire(record.unfinished(rank))
@@ -193,11 +193,11 @@ class RunRecords:
 
     def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> list[Action]:
         """Drop a rank's files of generations that the rank gave up."""
-        return self.retire(self.of(run).given_up(rank, set(generations)))
+        return self.retire(self.get_or_create(run).given_up(rank, set(generations)))
 
     def forget(self, run: str) -> list[Action]:
         """Drop all files of a run. A pinned entry is given up when its last pin goes."""
-        record = self.of(run)
+        record = self.get_or_create(run)
         record.forget()
         return [
             *self.clear(run),
@@ -242,7 +242,7 @@ class RunRecords:
     def keep_file(self, file: DiskFile) -> None:
         """Enter a complete file on disk."""
         shard = file.header.shard
-        record = self.of(shard.run)
+        record = self.get_or_create(shard.run)
         record.reach(shard.generation.timeline)
         record.files[shard, file.header.index] = file
         record.damaged.pop((shard, file.header.index), None)
@@ -270,7 +270,7 @@ class RunRecords:
         for name, why in found.rejected.items():
             self.reject(name, why)
         for run, notes in found.notes.items():
-            record = self.of(run)
+            record = self.get_or_create(run)
             record.believe(notes)
             record.recorded = notes
         for file in found.files:
@@ -284,11 +284,14 @@ class RunRecords:
     def has_file(self, file: DiskFile) -> bool:
         """Whether this is still the file of its fragment on disk."""
         key = file.header.shard, file.header.index
-        return self.look(file.header.shard.run).files.get(key) is file
+        return self.get(file.header.shard.run).files.get(key) is file
 
     def note_damage(self, file: DiskFile, why: str) -> bool:
         """Note that a file on disk was found bad; True if that is new."""
-        record, key = self.of(file.header.shard.run), (file.header.shard, file.header.index)
+        record, key = (
+            self.get_or_create(file.header.shard.run),
+            (file.header.shard, file.header.index),
+        )
         if record.files.get(key) is not file or record.damaged.get(key) == why:
             return False
         record.damaged[key] = why
@@ -311,7 +314,7 @@ class RunRecords:
         now.
         """
         shard = entry.header.shard
-        record = self.of(shard.run)
+        record = self.get_or_create(shard.run)
         record.reach(shard.generation.timeline)
         if record.is_outdated(shard.generation, record.committed):
             return self._free(entry)
@@ -337,21 +340,21 @@ class RunRecords:
 
     def find(self, shard: ShardId, index: int) -> Entry:
         """The entry, sealed or not; ``NotHeld`` if there is none."""
-        entry = self.look(shard.run).find(shard, index)
+        entry = self.get(shard.run).find(shard, index)
         if entry is None:
             raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
         return entry
 
     def find_file(self, shard: ShardId, index: int) -> DiskFile:
         """The file on disk; ``NotHeld`` if there is none."""
-        file = self.look(shard.run).files.get((shard, index))
+        file = self.get(shard.run).files.get((shard, index))
         if file is None:
             raise NotHeld(f"node {self.node} has no {_name(index)} of {shard} on disk")
         return file
 
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which any complete file is here."""
-        record = self.look(shard.run)
+        record = self.get(shard.run)
         kept: list[Entry | DiskFile] = [*record.entries.values(), *record.files.values()]
         for each in kept:
             if each.header.shard == shard and each.table is not None:
@@ -360,7 +363,7 @@ class RunRecords:
 
     def locate_shard(self, shard: ShardId) -> tuple[Region | DiskFile, int, int]:
         """Where the safetensors file lies within a home copy: the file, offset and length."""
-        record = self.look(shard.run)
+        record = self.get(shard.run)
         entry = record.find(shard, HOME)
         if entry is not None and entry.table is not None:
             return entry.region, SUPERBLOCK_BYTES, entry.header.shard_bytes
@@ -378,7 +381,7 @@ class RunRecords:
         reader that found the first damaged: memory may have rotted where the disk has not. With
         ``early``, data of a home copy that is being encoded is served as well.
         """
-        places = places_of(self.look(shard.run), shard, index, early=early)
+        places = places_of(self.get(shard.run), shard, index, early=early)
         if not places:
             raise NotHeld(f"node {self.node} has no {_name(index)} of {shard}")
         return places[-1 if last else 0]

@@ -131,14 +131,14 @@ class Driver:
         if self._disk is None:
             return
         with self.changed:
-            self.core.ledgers.await_disk()
+            self.core.records.await_disk()
         reading = self._pools[Write].submit(self._disk.adopt)
         reading.add_done_callback(self._adopted)
         wait([reading], patience_s)
 
     def _adopted(self, reading: Future[DiskInventory]) -> None:
         with self.changed:
-            records = self.core.ledgers
+            records = self.core.records
             try:
                 records.adopt_disk(reading.result())
             except Exception as error:
@@ -148,7 +148,7 @@ class Driver:
     @property
     def reading(self) -> bool:
         """Whether the disk is still being scanned."""
-        return self.core.ledgers.awaits_disk
+        return self.core.records.awaits_disk
 
     def start(self) -> None:
         """Start what needs no request: guards from the notes, and scrubbing."""
@@ -157,14 +157,14 @@ class Driver:
     def note_damage(self, file: DiskFile, why: str) -> bool:
         """Note that a file on disk was found bad; True if that is new."""
         with self.changed:
-            return self.core.ledgers.note_damage(file, why)
+            return self.core.records.note_damage(file, why)
 
     @contextmanager
     def pinned(self, shard: ShardId, index: int) -> Iterator[Entry]:
         """A sealed entry in memory, pinned for the context; ``NotHeld`` if there is none."""
         with self.changed:
-            self.look()
-            entry = self.core.ledgers.find(shard, index)
+            self.notice_removed_files()
+            entry = self.core.records.find(shard, index)
             if entry.table is None:
                 raise NotHeld(f"{shard} is still being staged")
             entry.pins += 1
@@ -172,7 +172,7 @@ class Driver:
             yield entry
         finally:
             with self.changed:
-                for action in self.core.ledgers.unpin(entry):
+                for action in self.core.records.unpin(entry):
                     assert isinstance(action, Small)
                     self._settle(action)
 
@@ -197,7 +197,7 @@ class Driver:
         assert isinstance(answer, Reply), request
         return answer.message
 
-    def look(self) -> None:
+    def notice_removed_files(self) -> None:
         """Notice files in tmpfs that another process has removed. The caller holds ``changed``."""
         removed = self._region_store.find_removed()
         if removed is not None:
@@ -228,7 +228,7 @@ class Driver:
     def _decide(self, event: Event) -> list[Large | Answer]:
         with self.changed:
             if not isinstance(event, FilesRemoved):
-                self.look()  # the core must not build on a file that is gone
+                self.notice_removed_files()  # the core must not build on a file that is gone
             actions = self.core.handle(event, time.monotonic())
             large = [action for action in actions if not isinstance(action, Small)]
             # Still under the lock: the next decision must find the files as this one left them.
@@ -266,7 +266,7 @@ class Driver:
             return Failed(action, error)
         except Exception as error:
             _log.exception("%s failed", type(action).__name__.lower())
-            node = self.core.ledgers.node
+            node = self.core.records.node
             text = f"unexpected {type(error).__name__}, see the log of {node}"
             return Failed(action, EcckptError(text))
 
@@ -277,7 +277,9 @@ class Driver:
                 # The current notes, written under the lock: whichever of several such actions is
                 # performed last, an older state never replaces a newer one in the file.
                 with self.changed:
-                    return self._region_store.remember(run, self.core.ledgers.of(run).notes)
+                    return self._region_store.remember(
+                        run, self.core.records.get_or_create(run).notes
+                    )
             case Allocate(task=task):
                 with self._tracer.span("allocate", _shard_of(task)):
                     return self._region_store.allocate(action)
@@ -311,7 +313,7 @@ class Driver:
                 self._disk.remove(action)
             case Record(run):
                 with self.changed:  # not held while writing: a disk may hang
-                    notes = self.core.ledgers.of(run).noted.lasting
+                    notes = self.core.records.get_or_create(run).noted.lasting
                 return self._disk.record(run, notes)
         return None
 

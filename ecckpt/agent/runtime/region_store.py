@@ -116,7 +116,7 @@ class RegionStore:
 
     def _adopt_state(self, path: Path, records: RunRecords) -> None:
         notes = unpack_notes(self._files.read(path, 0, _STATE_LIMIT_BYTES), path.name)
-        record = records.of(path.stem)
+        record = records.get_or_create(path.stem)
         record.believe(notes)
         record.noted = notes
         self._written.add(path.stem)
@@ -137,7 +137,9 @@ class RegionStore:
         trailer = files.read(path, header.trailer_offset, header.trailer_bytes)
         table = parse_table(trailer, header, path.name)
         run = header.shard.run
-        records.of(run)  # raises for an invalid name, before any memory is counted for it
+        records.get_or_create(
+            run
+        )  # raises for an invalid name, before any memory is counted for it
         for action in records.adopt(
             Entry(header=header, region=self.tier.adopt(run, path), table=table)
         ):

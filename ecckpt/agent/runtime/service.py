@@ -88,9 +88,9 @@ class AgentService:
         )
         # In this order: memory and its notes first, since they hold the fence; then the disk, whose
         # older notes never replace newer ones; then work that needs both.
-        self.region_store.adopt(self.core.ledgers)
+        self.region_store.adopt(self.core.records)
         if disk_problem:
-            self.core.ledgers.rejected[UNREADABLE_DISK] = disk_problem
+            self.core.records.rejected[UNREADABLE_DISK] = disk_problem
         self._tracer, self._ranks_tracer = Tracer(), Tracer()
         network = PeerNetwork(token, self._tracer, pull_bytes_per_s=pull_bytes_per_s)
         self._driver = Driver(self.core, self.region_store, network, self._tracer, self._disk)
@@ -172,7 +172,7 @@ class AgentService:
         """
         header, run = message.header, message.header.shard.run
         with self._changed:
-            home = self.core.ledgers.look(run).find(header.shard, HOME)
+            home = self.core.records.get(run).find(header.shard, HOME)
         if home is None or home.table is None:
             self.fetch(
                 Fetch(
@@ -221,7 +221,7 @@ class AgentService:
     def probe(self, message: Probe) -> Presence:
         """Which fragments of these shards are here, and which are about to be."""
         with self._changed:
-            self._driver.look()
+            self._driver.notice_removed_files()
             return self.core.presence(message)
 
     def verify(self, message: Verify) -> Verified:
@@ -244,36 +244,36 @@ class AgentService:
 
     def _verify_file(self, message: Verify, pace: Pace) -> Verified:
         with self._changed:
-            file = self.core.ledgers.find_file(message.shard, message.index)
+            file = self.core.records.find_file(message.shard, message.index)
         verified = _verified(lambda: check_file(file, pace))
         if damage := _damage(verified):
             with self._changed:  # a file that this agent dropped meanwhile is not damaged
-                self.core.ledgers.find_file(message.shard, message.index)
+                self.core.records.find_file(message.shard, message.index)
                 self._driver.note_damage(file, damage)
         return verified
 
     def slot(self, shard: ShardId) -> Slot:
         """How to map the sealed home copy of a shard."""
         with self._changed:
-            self._driver.look()
+            self._driver.notice_removed_files()
             home = self.core.home(shard)
             return slot_of(home.header, home.region)
 
     def inventory(self, run: str) -> Inventory:
         """Everything complete that this node has of a run."""
         with self._changed:
-            self._driver.look()
-            return self.core.ledgers.look(run).inventory(self.info.node)
+            self._driver.notice_removed_files()
+            return self.core.records.get(run).inventory(self.info.node)
 
     def identities(self, run: str) -> Identities:
         """Which runs of this name the node knows."""
         with self._changed:
-            return Identities(self.core.ledgers.identities(run), self.core.ledgers.awaits_disk)
+            return Identities(self.core.records.identities(run), self.core.records.awaits_disk)
 
     def table(self, shard: ShardId) -> bytes:
         """The packed checksum table of a shard of which any complete file is here."""
         with self._changed:
-            return self.core.ledgers.table(self._in_full(shard))
+            return self.core.records.table(self._in_full(shard))
 
     def locate(
         self, shard: ShardId, index: int, *, last: bool = False, early: bool = False
@@ -284,7 +284,7 @@ class AgentService:
         encoded.
         """
         with self._changed:
-            where, offset, size_bytes = self.core.ledgers.locate(
+            where, offset, size_bytes = self.core.records.locate(
                 self._in_full(shard), index, last=last, early=early
             )
         return where.path, offset, size_bytes
@@ -292,18 +292,18 @@ class AgentService:
     def locate_shard(self, shard: ShardId) -> tuple[Path, int, int]:
         """File, offset and length of the safetensors file within a home copy."""
         with self._changed:
-            where, offset, size_bytes = self.core.ledgers.locate_shard(self._in_full(shard))
+            where, offset, size_bytes = self.core.records.locate_shard(self._in_full(shard))
         return where.path, offset, size_bytes
 
     def _in_full(self, shard: ShardId) -> ShardId:
         """The shard with the run's full name, which people leave out; removed files are noticed."""
-        self._driver.look()
-        return replace(shard, run=self.core.ledgers.full_name(shard.run))
+        self._driver.notice_removed_files()
+        return replace(shard, run=self.core.records.full_name(shard.run))
 
     def trace(self, run: str) -> Trace:
         """The spans of this agent and of the ranks of its node."""
         with self._changed:
-            run = self.core.ledgers.full_name(run)
+            run = self.core.records.full_name(run)
         return Trace(self.info.node, self._ranks_tracer.spans_of(run), self._tracer.spans_of(run))
 
     def spans(self, message: Spans) -> Done:
@@ -314,8 +314,8 @@ class AgentService:
     def status(self) -> dict[str, Any]:
         """The status for people and tools, as plain JSON values."""
         with self._changed:
-            runs = self.core.ledgers.runs()
-            problem = self.core.ledgers.rejected.get(UNREADABLE_DISK, "")
+            runs = self.core.records.runs()
+            problem = self.core.records.rejected.get(UNREADABLE_DISK, "")
         return {
             "node": self.info.node,
             "domain": self.info.domain,
@@ -331,7 +331,7 @@ class AgentService:
         with self._changed:
             storing = self.core.archiver.stored(run)
             guard = self.core.repairer.guard_status(run)
-            record = self.core.ledgers.look(run)
+            record = self.core.records.get(run)
             damaged = {record.files[key].path.name: why for key, why in record.damaged.items()}
             for entry in record.entries.values():
                 if entry.damage:

@@ -75,7 +75,7 @@ class Meeting(Protocol):
     def put(self, key: str, value: bytes) -> None:
         """Set the value of a key. Safe from any thread."""
 
-    def look(self, key: str) -> bytes | None:
+    def peek(self, key: str) -> bytes | None:
         """Return the value of a key, None if it has none. Does not wait. Safe from any thread."""
 
     def drop(self, key: str) -> None:
@@ -128,7 +128,7 @@ class Alone:
             self._values[key] = value
             self._value_set.notify_all()
 
-    def look(self, key: str) -> bytes | None:
+    def peek(self, key: str) -> bytes | None:
         """See ``Meeting.look``."""
         return self._values.get(key)
 
@@ -246,7 +246,7 @@ class StoreMeeting:
 
         self._count(put)
 
-    def look(self, key: str) -> bytes | None:
+    def peek(self, key: str) -> bytes | None:
         """See ``Meeting.look``."""
         return self._count(lambda store: store.get(key) if store.check([key]) else None)
 
@@ -272,7 +272,7 @@ class StoreMeeting:
                     self._waiting = self._again() or self._waiting
             return
         deadline_s = time.monotonic() + timeout_s
-        while self.look(key) is None and time.monotonic() < deadline_s:
+        while self.peek(key) is None and time.monotonic() < deadline_s:
             time.sleep(deadlines.STORE_LOOK_S)
 
     def _lead(self, tag: str, decide: Decide, deadline_s: float, timeout_s: float) -> None:

@@ -271,7 +271,7 @@ class Archivist:
         yield from self._tell()
 
     def _kept(self, stored: tuple[Generation, ...]) -> tuple[Generation, ...]:
-        return self._disks.keep.of(stored, self._roll_backs)
+        return self._disks.keep.kept_of(stored, self._roll_backs)
 
     def _tell(self) -> Routine[None]:
         stored = sorted({*self._on_disk.told, *self._on_disk.seen})

@@ -86,12 +86,12 @@ class SimulatedAgent(Actor):
             disk=host.platter is not None,
             early_bytes=0,
         )
-        self.region_store.adopt(self.core.ledgers)
-        host.witness.memory_adopted(host, self.core.ledgers)
+        self.region_store.adopt(self.core.records)
+        host.witness.memory_adopted(host, self.core.records)
         self.disk_hand: DiskHand | None = None
         if host.platter is not None:
             self.disk_hand = DiskHand(
-                self, host, host.platter, records=self.core.ledgers, tell=self.tell
+                self, host, host.platter, records=self.core.records, tell=self.tell
             )
             self.disk_hand.adopt()
         self._watches: list[tuple[Watch, Answer]] = []  # that wait for another state
@@ -181,7 +181,9 @@ class SimulatedAgent(Actor):
 
     def _remember(self, action: Remember, asker: Answer | None) -> None:
         try:
-            notes = self.region_store.remember(action.run, self.core.ledgers.of(action.run).notes)
+            notes = self.region_store.remember(
+                action.run, self.core.records.get_or_create(action.run).notes
+            )
         except OSError as error:
             self.tell(Failed(action, error), asker)
             return

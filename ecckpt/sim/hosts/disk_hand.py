@@ -136,5 +136,5 @@ class DiskHand:
             case Remove():
                 self._disk.remove(action)
             case Record(run):
-                return self._disk.record(run, self._records.of(run).noted.lasting)
+                return self._disk.record(run, self._records.get_or_create(run).noted.lasting)
         return None

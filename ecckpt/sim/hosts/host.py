@@ -65,7 +65,7 @@ class SimulatedHost:
     @property
     def records(self) -> RunRecords | None:
         """What the host's agent knows of runs; None while no agent runs."""
-        return self.agent.core.ledgers if self.agent is not None else None
+        return self.agent.core.records if self.agent is not None else None
 
     def start(self) -> None:
         """Start the agent if the host is up; the agent adopts what is in memory and on disk."""
@@ -99,7 +99,7 @@ class SimulatedHost:
     def remove_rejected_files(self) -> None:
         """Remove the files that the agent could not read, as an operator would."""
         if self.agent is not None:
-            rejected = self.agent.core.ledgers.rejected
+            rejected = self.agent.core.records.rejected
             for name in [name for name in rejected if name != UNREADABLE_DISK]:
                 del rejected[name]
                 self.memory.delete(name)
@@ -108,7 +108,7 @@ class SimulatedHost:
 
     def restart_for_disk(self) -> None:
         """Restart the agent if it could not read its disk, as an operator would."""
-        if self.agent is not None and UNREADABLE_DISK in self.agent.core.ledgers.rejected:
+        if self.agent is not None and UNREADABLE_DISK in self.agent.core.records.rejected:
             self.kill_agent()
             self.start()
 

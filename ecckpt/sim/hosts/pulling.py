@@ -62,7 +62,7 @@ class Puller:
         """
 
         def serve(agent: SimulatedAgent) -> bytearray:
-            source, offset, size_bytes = agent.core.ledgers.locate(
+            source, offset, size_bytes = agent.core.records.locate(
                 shard, index, last=last, early=early
             )
             data = agent.read(source, offset, size_bytes)
@@ -83,7 +83,7 @@ class Puller:
         problems: list[str] = []
         shard = message.header.shard
         for address in table_sources(message.places):
-            handle = answering(lambda agent: agent.core.ledgers.table(shard))
+            handle = answering(lambda agent: agent.core.records.table(shard))
             try:
                 packed = yield self.hosts[address].call(self.node, handle, _PULL_TIMEOUT_S)
                 return parse_table(packed, message.header, address)

@@ -66,7 +66,7 @@ class TruthDisk:
     def disk_adopted(self, host: HostView, records: RunRecords) -> None:
         """An agent has read its disk: it must know every right file and no torn one."""
         self._unreadable.discard(host.node)
-        files = {str(file.path): file for file in records.look(self._run).files.values()}
+        files = {str(file.path): file for file in records.get(self._run).files.values()}
         for piece in self.pieces.on(host.node):
             if piece.name not in files:
                 self.pieces.pop(host.node, piece.name)

@@ -99,7 +99,7 @@ class Truth:
 
     def memory_adopted(self, host: HostView, records: RunRecords) -> None:
         """A new agent must know all files in memory that are right."""
-        known = {entry.region.name for entry in records.look(self.run).entries.values()}
+        known = {entry.region.name for entry in records.get(self.run).entries.values()}
         unknown = [piece for piece in self._pieces.on(host.node) if piece.name not in known]
         for piece in unknown:
             self._pieces.pop(host.node, piece.name)
@@ -119,7 +119,7 @@ class Truth:
         if not isinstance(event, Commit) or event.run != self.run:
             return
         assert host.records is not None
-        fence = host.records.look(self.run).fence
+        fence = host.records.get(self.run).fence
         if event.generation.timeline < fence:
             text = f"{host.node} is fenced at {fence} and accepted {event.generation}"
             raise Violation("fencing", text)
@@ -212,7 +212,7 @@ class Truth:
         """
         # Before this host's agent was fenced, an older session may rightly have committed.
         records = host.records
-        fenced = records is not None and records.look(self.run).fence >= self._timeline
+        fenced = records is not None and records.get(self.run).fence >= self._timeline
         discarded = self._begun_at is None or generation > self._begun_at
         if generation.timeline >= self._timeline:
             self._commit(generation)

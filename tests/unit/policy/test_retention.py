@@ -21,25 +21,25 @@ def steps(kept):
 @pytest.mark.parametrize("last", [1, 2, 3, 8, 20])
 def test_the_last_ones_by_number_not_by_name(last):
     for stored in (GENERATIONS, GENERATIONS[::-1], GENERATIONS * 2):
-        assert Keep(last).of(stored, ()) == tuple(GENERATIONS[-last:])
+        assert Keep(last).kept_of(stored, ()) == tuple(GENERATIONS[-last:])
 
 
 def test_every_nth_step_stays_too():
     stored = [generation(1, step) for step in range(0, 50, 7)]
-    assert steps(Keep(1, 14).of(stored, ())) == [0, 14, 28, 42, 49]
-    assert steps(Keep(2, 35).of(stored, ())) == [0, 35, 42, 49]
+    assert steps(Keep(1, 14).kept_of(stored, ())) == [0, 14, 28, 42, 49]
+    assert steps(Keep(2, 35).kept_of(stored, ())) == [0, 35, 42, 49]
 
 
 def test_a_newer_timeline_counts_as_newer():
     stored = [generation(1, 300), generation(1, 5000), generation(2, 301)]
-    assert Keep(2).of(stored, ()) == (stored[1], stored[2])
+    assert Keep(2).kept_of(stored, ()) == (stored[1], stored[2])
 
 
 def test_what_was_left_on_purpose_takes_no_place():
     stored = [generation(1, 200), generation(1, 300), generation(1, 5000), generation(2, 301)]
     roll_backs = [RollBack(2, stored[1])]
-    assert Keep(2).of(stored, roll_backs) == (stored[1], stored[3])
-    assert Keep(1, 5000).of(stored, roll_backs) == (stored[3],)
+    assert Keep(2).kept_of(stored, roll_backs) == (stored[1], stored[3])
+    assert Keep(1, 5000).kept_of(stored, roll_backs) == (stored[3],)
 
 
 @pytest.mark.parametrize("options", [{"last": 0}, {"last": -1}, {"every_steps": -5}])
@@ -61,11 +61,11 @@ def test_the_newest_that_counts_always_stays_and_keeping_twice_changes_nothing(
     stored, last, every_steps, roll_backs
 ):
     keep, roll_backs = Keep(last, every_steps), in_force(roll_backs)
-    kept = keep.of(stored, roll_backs)
+    kept = keep.kept_of(stored, roll_backs)
     counting = [g for g in stored if not any(each.abandons(g) for each in roll_backs)]
     assert set(kept) <= set(counting)
     assert kept[-1:] == tuple(sorted(counting)[-1:])
-    assert keep.of(kept, roll_backs) == kept
+    assert keep.kept_of(kept, roll_backs) == kept
 
 
 def test_a_shard_is_on_disk_with_enough_different_fragments():

@@ -11,7 +11,7 @@ import pytest
 
 from ecckpt.agent.core import hold, protect
 from ecckpt.agent.core import run_record as ledger
-from ecckpt.agent.core import run_records as ledgers
+from ecckpt.agent.core import run_records as records
 from ecckpt.agent.core.actions import Action, Recycle, Taking
 from ecckpt.agent.runtime import disk_store as agent_disk
 from ecckpt.agent.storage import budget as accounts
@@ -155,28 +155,28 @@ def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that is taken back is recycled: its trainer may still be writing."""
-    monkeypatch.setattr(ledgers, "Discard", Recycle)
+    monkeypatch.setattr(records, "Discard", Recycle)
 
 
 def _recycles_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = ledgers.RunRecords._free
+    free = records.RunRecords._free
 
-    def recycled(self: ledgers.RunRecords, entry: ledger.Entry) -> list[Action]:
+    def recycled(self: records.RunRecords, entry: ledger.Entry) -> list[Action]:
         entry.region.assigned = False
         return free(self, entry)
 
-    monkeypatch.setattr(ledgers.RunRecords, "_free", recycled)
+    monkeypatch.setattr(records.RunRecords, "_free", recycled)
 
 
 def _forgets_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is started does not know what the one before it has assigned."""
-    adopt = ledgers.RunRecords.adopt
+    adopt = records.RunRecords.adopt
 
-    def forgot(self: ledgers.RunRecords, entry: ledger.Entry) -> list[Action]:
+    def forgot(self: records.RunRecords, entry: ledger.Entry) -> list[Action]:
         entry.region.assigned = False
         return adopt(self, entry)
 
-    monkeypatch.setattr(ledgers.RunRecords, "adopt", forgot)
+    monkeypatch.setattr(records.RunRecords, "adopt", forgot)
 
 
 def _orders_another_generation_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def _does_not_give_back_what_the_disk_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is lent to a slow disk is lent until that has done with it."""
     has_no_memory_to_spare(monkeypatch)
-    monkeypatch.setattr(ledgers.RunRecords, "recall", lambda *_: [])
+    monkeypatch.setattr(records.RunRecords, "recall", lambda *_: [])
 
 
 def _writes_to_disk_what_has_rotted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class DiskHands(Hands):
         super().tell(event)
         while self.writes and any(isinstance(each, act.Record) for each in self.todo):
             record = self.next(act.Record)
-            notes = self.core.ledgers.of(record.run).noted.lasting
+            notes = self.core.records.get_or_create(record.run).noted.lasting
             super().tell(act.Finished(record, notes))
 
 
@@ -82,7 +82,7 @@ def put_on_disk(hands, *gens):
 
 
 def on_disk(hands):
-    disk = hands.core.ledgers.look("test").inventory("n1").disk
+    disk = hands.core.records.get("test").inventory("n1").disk
     return sorted((each.shard.generation, each.index) for each in disk)
 
 
@@ -111,7 +111,7 @@ def test_one_file_after_another_and_told_on_asking_again(hands):
 
 def test_fragments_come_before_home_copies(hands):
     home = header(HOME, gen=NEW, rank=3)
-    hands.core.ledgers.enter(
+    hands.core.records.enter(
         Entry(header=home, region=hands.region(home.file_bytes), table=table_of(home))
     )
     hold_two(hands)
@@ -255,8 +255,8 @@ def test_a_commit_in_memory_lets_nothing_go_from_disk(hands):
     assert on_disk(hands) == [(OLD, 2), (OLD, 3)]
     assert removed(hands) == []
     shard = header(gen=OLD).shard
-    assert hands.core.ledgers.locate(shard, 2)[0].header.index == 2
-    assert hands.core.ledgers.table(shard)
+    assert hands.core.records.locate(shard, 2)[0].header.index == 2
+    assert hands.core.records.table(shard)
 
 
 def test_what_is_older_goes_when_something_newer_is_on_disk_everywhere(hands):
@@ -265,7 +265,7 @@ def test_what_is_older_goes_when_something_newer_is_on_disk_everywhere(hands):
     retain(hands, NEW)
     assert removed(hands) == [OLD]
     assert on_disk(hands) == [(NEW, 2), (NEW, 3)]
-    assert hands.core.ledgers.look("test").stored == (NEW,)
+    assert hands.core.records.get("test").stored == (NEW,)
 
 
 def test_it_goes_after_that_is_noted(hands):
@@ -283,7 +283,7 @@ def test_what_is_kept_stays(hands):
     retain(hands, OLD, NEWER)
     assert removed(hands) == [NEW]
     retain(hands, OLD)  # said late: nothing newer goes, and nothing is forgotten
-    assert hands.core.ledgers.look("test").stored == (OLD, NEWER)
+    assert hands.core.records.get("test").stored == (OLD, NEWER)
     assert removed(hands) == []
 
 
@@ -351,11 +351,11 @@ def test_and_what_somebody_left_on_purpose(hands):
 
 def test_the_home_copy_on_disk_serves_its_data_fragments(hands):
     entry = header(HOME, gen=NEW)
-    hands.core.ledgers.keep_file(DiskFile(Path("home"), entry, table_of(entry)))
+    hands.core.records.keep_file(DiskFile(Path("home"), entry, table_of(entry)))
     size_bytes = entry.fragment_bytes
-    where, offset, length = hands.core.ledgers.locate(entry.shard, 1)
+    where, offset, length = hands.core.records.locate(entry.shard, 1)
     assert (where.path, offset, length) == (Path("home"), 4096 + size_bytes, size_bytes)
-    assert hands.core.ledgers.locate_shard(entry.shard)[1:] == (4096, entry.shard_bytes)
+    assert hands.core.records.locate_shard(entry.shard)[1:] == (4096, entry.shard_bytes)
 
 
 # -- forgetting a run -----------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_what_is_being_written_when_a_run_is_forgotten_goes_when_it_is_there(han
     written(hands)
     assert removed(hands) == [NEW]
     assert [each for each in hands.todo if isinstance(each, act.Write)] == []
-    found = hands.core.ledgers.look("test").inventory("n1")
+    found = hands.core.records.get("test").inventory("n1")
     counts = (len(found.headers), len(found.disk))
     assert (counts, found.committed, found.fence) == ((0, 0), None, 2)
     assert len([each for each in hands.settled if isinstance(each, act.Release)]) == 1

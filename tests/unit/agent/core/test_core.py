@@ -475,7 +475,7 @@ def test_a_commit_is_answered_when_it_is_written_down_and_lets_go_afterwards(han
     hands.end(act.Remember)
     assert len(hands.took(act.Recycle)) == 1
     assert hands.answers
-    assert hands.core.ledgers.look("test").noted.committed == NEW
+    assert hands.core.records.get("test").noted.committed == NEW
 
 
 def test_a_commit_that_is_known_is_answered_at_once(hands):

@@ -106,11 +106,11 @@ def test_what_is_small_or_sealed_is_not_announced():
 
 
 def test_data_can_be_had_while_it_is_encoded_by_name_only(hands):
-    ledgers, shard = hands.core.ledgers, header(gen=NEW).shard
+    records, shard = hands.core.records, header(gen=NEW).shard
 
     def can_be_had(index, *, early):
         try:
-            ledgers.locate(shard, index, early=early)
+            records.locate(shard, index, early=early)
         except NotHeld:
             return False
         return True
@@ -124,7 +124,7 @@ def test_data_can_be_had_while_it_is_encoded_by_name_only(hands):
     assert not can_be_had(3, early=True)  # parity
     assert not can_be_had(HOME, early=True)
     with pytest.raises(NotHeld):
-        ledgers.locate_shard(shard)
+        records.locate_shard(shard)
     hands.end(act.Encode, error=EcckptError("out of memory"))
     assert not can_be_had(0, early=True)
     hands.ask(protect())

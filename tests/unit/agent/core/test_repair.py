@@ -433,14 +433,14 @@ def test_what_the_run_went_back_to_is_guarded_too():
     group.hands.answers.clear()
     group.hands.ask(guard(writer=2))
     group.round()
-    guarded = group.hands.core.ledgers.of("test").guarded()
+    guarded = group.hands.core.records.get_or_create("test").guarded()
     assert [entry.header.shard.generation for entry in guarded] == [NEW, older]
 
 
 def test_a_started_agent_goes_on_watching():
-    old, new = Group().hands.core.ledgers.of("test"), Hands()
-    new.core.ledgers.of("test").believe(unpack_notes(pack_notes(old.notes), "notes"))
-    assert new.core.ledgers.of("test").guard == guard()
+    old, new = Group().hands.core.records.get_or_create("test"), Hands()
+    new.core.records.get_or_create("test").believe(unpack_notes(pack_notes(old.notes), "notes"))
+    assert new.core.records.get_or_create("test").guard == guard()
     new.tell(act.Begun())
     (wake,) = new.took(act.Wake)
     new.tell(act.Due(wake.task))

@@ -26,7 +26,7 @@ def hands_with(*, disk=True, rate=RATE):
 def keep(hands, index, gen=NEW):
     head = header(index=index, gen=gen)
     file = DiskFile(Path(f"{head.shard}.{index}"), head, table_of(head))
-    hands.core.ledgers.keep_file(file)
+    hands.core.records.keep_file(file)
     return file
 
 
@@ -81,8 +81,8 @@ def test_a_round_comes_after_a_rest_and_reads_one_file_at_a_time_the_oldest_firs
 
 def test_a_file_that_has_gone_meanwhile_is_not_read(hands):
     start(hands)
-    ledger = hands.core.ledgers.of("test")
-    hands.core.ledgers.remove("test", [f for f in ledger.files.values() if f.header.index == 2])
+    ledger = hands.core.records.get_or_create("test")
+    hands.core.records.remove("test", [f for f in ledger.files.values() if f.header.index == 2])
     assert [checked(hands), checked(hands)] == [(OLD, 1), (NEW, HOME)]
     assert not hands.todo
 
@@ -93,7 +93,7 @@ def test_what_is_bad_is_said_once_and_stays(hands):
         for _ in range(3):
             checked(hands, "2 of 9 blocks fail")
     warned = [each for each in hands.settled if isinstance(each, act.Warn)]
-    ledger = hands.core.ledgers.look("test")
+    ledger = hands.core.records.get("test")
     assert len(ledger.damaged) == len(ledger.files) == 3
     assert not warned  # in the second round
 
@@ -108,7 +108,7 @@ def test_news_are_told(hands):
 def test_a_check_that_fails_says_nothing_and_the_round_goes_on(hands):
     start(hands)
     hands.tell(act.Failed(hands.next(act.Check), EcckptError("unexpected")))
-    assert not hands.core.ledgers.look("test").damaged
+    assert not hands.core.records.get("test").damaged
     checked(hands)
     checked(hands)
     assert len(wakes(hands)) == 1

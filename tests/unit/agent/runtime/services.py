@@ -31,7 +31,7 @@ def again(agent):
 
 
 def ledger(agent, run="test"):
-    return agent.core.ledgers.of(run)
+    return agent.core.records.get_or_create(run)
 
 
 def settle(agent, actions):
@@ -66,7 +66,7 @@ def stage(agent, index=HOME, *, budget_bytes=BUDGET, **fields):
     task = Reserve(header=shard, memory_bytes=budget_bytes, local_ranks=1, holders=0, discard=())
     region = room(agent, shard.shard.run, shard.file_bytes, budget_bytes=budget_bytes, task=task)
     entry = Entry(header=shard, region=region, table=None)
-    settle(agent, agent.core.ledgers.enter(entry))
+    settle(agent, agent.core.records.enter(entry))
     return entry
 
 

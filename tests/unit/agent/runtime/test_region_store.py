@@ -72,11 +72,11 @@ def used_bytes(agent, run="test"):
 
 
 def give_up(agent, rank, gens, run="test"):
-    settle(agent, agent.core.ledgers.discard(run, rank, gens))
+    settle(agent, agent.core.records.discard(run, rank, gens))
 
 
 def let_unfinished_go(agent, rank, run="test"):
-    settle(agent, agent.core.ledgers.retire(ledger(agent, run).unfinished(rank)))
+    settle(agent, agent.core.records.retire(ledger(agent, run).unfinished(rank)))
 
 
 def rejected(agent):
@@ -84,7 +84,7 @@ def rejected(agent):
 
 
 def find(agent, shard, index):
-    return agent.core.ledgers.find(shard, index)
+    return agent.core.records.find(shard, index)
 
 
 def region_files(agent):
@@ -135,7 +135,7 @@ def test_what_is_in_use_is_recycled_afterwards(agent):
     assert held(agent) == []
     assert content(old) == before
     assert stage(agent).region is not old.region
-    settle(agent, agent.core.ledgers.unpin(old))
+    settle(agent, agent.core.records.unpin(old))
     assert stage(agent, rank=1).region is old.region
 
 
@@ -201,7 +201,7 @@ def test_a_table_comes_from_any_sealed_piece(agent):
 def test_run_names_that_cannot_be_paths_are_refused(agent):
     with pytest.raises(InvalidConfig):
         fence(agent, 1, run="../elsewhere")
-    assert agent.core.ledgers.runs() == []
+    assert agent.core.records.runs() == []
 
 
 # -- budget ---------------------------------------------------------------------------------------
@@ -592,7 +592,7 @@ def test_two_runs_side_by_side_never_touch_each_other(agent):
         assert ledger(each, "b").fence < 2
         assert ledger(each, "b").committed is None
         assert held(each, "a") == [(NEW, 0, HOME), (NEW, 0, 2)]
-    assert agent.core.ledgers.runs() == ["a", "b"]
+    assert agent.core.records.runs() == ["a", "b"]
 
 
 # -- files that another process removes under the agent -------------------------------------------

@@ -126,7 +126,7 @@ def test_what_was_found_damaged_does_not_count_as_held(agent, disk):
     entry = keep(agent, 2)
     if disk:
         store(agent)
-        agent._driver.core.ledgers.retire([entry])
+        agent._driver.core.records.retire([entry])
     path = next(iter(agent._disk.tier.found())) if disk else entry.region.path
     flip(path, SUPERBLOCK_BYTES + 5)
     probe = Probe("test", (entry.header.shard,))
@@ -235,10 +235,10 @@ def test_an_agent_begins_to_scrub_by_itself(tmp_path, bytes_per_s, rounds):
 def test_a_file_that_the_agent_removes_meanwhile_is_no_fault(agent):
     entry = keep(agent, 2)
     store(agent)
-    (file,) = agent.core.ledgers.files()
-    agent.core.ledgers.remove("test", [file])
+    (file,) = agent.core.records.files()
+    agent.core.records.remove("test", [file])
     file.path.unlink()
-    assert not agent.core.ledgers.note_damage(file, verdict_on(file, pace_of(0)))
+    assert not agent.core.records.note_damage(file, verdict_on(file, pace_of(0)))
     with pytest.raises(NotHeld):
         asked(agent, entry, disk=True)
 
@@ -246,7 +246,7 @@ def test_a_file_that_the_agent_removes_meanwhile_is_no_fault(agent):
 def test_a_file_that_another_process_removes_is_a_fault(agent):
     entry = keep(agent, 2)
     store(agent)
-    (file,) = agent.core.ledgers.files()
+    (file,) = agent.core.records.files()
     file.path.unlink()
     scrub(agent)
     damaged = {file.path.name: f"{file.path.name} is not there any more"}

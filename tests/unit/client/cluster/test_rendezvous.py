@@ -292,21 +292,21 @@ def test_the_first_text_under_a_key_stands_and_can_be_taken_away(meet_as):
 
 def test_what_is_left_is_there_until_it_is_dropped(meet_as):
     one, other = meet_as(2)
-    assert other.look("it") is None
+    assert other.peek("it") is None
     one.put("it", b"\0text")
-    assert other.look("it") == b"\0text"
+    assert other.peek("it") == b"\0text"
     other.drop("it")
     other.drop("it")
-    assert one.look("it") is None
+    assert one.peek("it") is None
 
 
 def test_alone_leaves_things_alike():
     alone = Alone()
     assert (alone.agree("who", "a"), alone.agree("who", "b")) == ("a", "a")
     alone.put("it", b"x")
-    assert alone.look("it") == b"x"
+    assert alone.peek("it") == b"x"
     alone.drop("it")
-    assert alone.look("it") is None
+    assert alone.peek("it") is None
 
 
 def test_who_waits_is_woken_by_what_is_left(meet_as):
@@ -323,7 +323,7 @@ def test_who_waits_is_woken_by_what_is_left(meet_as):
 def test_waiting_ends_without_it(meet_as, timeout_s):
     (one,) = meet_as(1)
     one.wait("it", timeout_s)
-    assert one.look("it") is None
+    assert one.peek("it") is None
 
 
 def test_waiting_for_a_store_that_is_gone_is_over_at_once():
@@ -412,7 +412,7 @@ def test_a_connection_that_broke_is_made_again(wire):
     assert meeting.add("count", 1) == 1
     for call in (
         lambda: meeting.add("count", 1),
-        lambda: meeting.look("key"),
+        lambda: meeting.peek("key"),
         lambda: meeting.put("key", b"x"),
         lambda: meeting.subtract_unless("count", 1, value=100),
     ):
@@ -420,7 +420,7 @@ def test_a_connection_that_broke_is_made_again(wire):
         with pytest.raises(RuntimeError):  # one call is lost
             call()
         call()
-    assert meeting.look("key") == b"x"
+    assert meeting.peek("key") == b"x"
     wire.cut()
     began_s = time.monotonic()
     meeting.wait("other", 30.0)  # comes back early, and not at once
@@ -429,4 +429,4 @@ def test_a_connection_that_broke_is_made_again(wire):
         with contextlib.suppress(RuntimeError):
             meeting.put("other", b"")
     meeting.wait("other", 30.0)
-    assert meeting.look("other") == b""
+    assert meeting.peek("other") == b""
