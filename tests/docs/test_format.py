@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 
 import ecckpt
-from ecckpt.agent.core.run_record import RunNotes
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.runtime.run_state_file import pack_notes
 from ecckpt.agent.storage.disk import _name
 from ecckpt.coding.crc32c import crc32c

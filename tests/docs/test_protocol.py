@@ -603,8 +603,12 @@ def test_a_home_copy_goes_through_the_states_of_the_diagram(tmp_path):
     assert (state(), files(), http.ask("GET", path)[0]) == ("protected", [-1], 200)
     http.agent.core.home(shard.shard).pins += 1  # in use
     region = http.agent.core.home(shard.shard).region
+    newer = own(generation(2, 21), rank=1)
+    http.reserve(newer)
+    http.stage(newer)
+    http.seal(newer)
     assert http.call("commit", Commit("test", generation(2, 21)))[0] == 200
-    assert (files(), http.ask("GET", path)[0]) == ([], 404)  # doomed
+    assert (files(), http.ask("GET", path)[0]) == ([-1], 404)  # doomed; the newer one is there
     assert bytes(region.view[:8]) != bytes(8)
     states = section(TEXT, r"^stateDiagram-v2$", r"^```$")
     for name in ("reserved", "staged", "encoding", "sealed", "doomed", "recycled", "discarded"):

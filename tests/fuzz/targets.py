@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import torch
 
-from ecckpt.agent.core.run_record import RunNotes
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.coding.crc32c import crc32c
 from ecckpt.errors import EcckptError

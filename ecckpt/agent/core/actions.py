@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ecckpt.agent.core.health import GroupHealth, PeerHealth
-from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.tasks import Fetching, Job, Scrubbing, Storing, Taking
+from ecckpt.agent.records.entry import Entry
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.repair import Guard, Probe
 from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget

@@ -22,9 +22,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.core.actions import Action, Reply, Warn, Write
-from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.tasks import TAKEN_BACK, Storing
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.errors import DiskBudgetTooSmall, DiskFull, InvalidMessage
 from ecckpt.protocol.messages.disk import Piece, Retain, Store, Stored
 from ecckpt.protocol.messages.node import Done

@@ -39,7 +39,6 @@ from ecckpt.agent.core.actions import (
     Remember,
     Reply,
     Request,
-    Warn,
     Write,
 )
 from ecckpt.agent.core.archive import Archiver
@@ -48,11 +47,13 @@ from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.hold import Holder
 from ecckpt.agent.core.protect import EARLY_BYTES, Protector
 from ecckpt.agent.core.repair import Repairer
-from ecckpt.agent.core.run_record import Entry, RunNotes
+from ecckpt.agent.core.room import NO_ROOM, room_made
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.scrub import Scrubber
 from ecckpt.agent.core.tasks import Fetching, Job, Scrubbing, Taking
-from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall, NotMapped, TmpfsFull
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_notes import RunNotes
+from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import ShardId, check_name
 from ecckpt.policy.sizing import steady_bytes
@@ -70,8 +71,6 @@ from ecckpt.protocol.messages.save import (
     Reserve,
     Stage,
 )
-
-_NO_ROOM = (MemoryBudgetTooSmall, TmpfsFull, NotMapped)
 
 
 class Core:
@@ -345,8 +344,9 @@ class Core:
         # not be sent is not sent again: the home's job has a deadline.
         actions: list[Action] = []
         match action:
-            case Allocate(again=False) if isinstance(error, _NO_ROOM):
-                actions = self._make_room(action, error, now_s)
+            case Allocate(again=False) if isinstance(error, NO_ROOM):
+                freed = room_made(action, error, self.records, self._holder.prefetcher)
+                actions = freed or self._failed(replace(action, again=True), error, now_s)
             case Allocate(task=Job() as job) | Encode(job):
                 actions = self._protector.failed(job, error, now_s)
             case Allocate(task=Taking() as taking) | Pull(taking):
@@ -364,37 +364,3 @@ class Core:
             case Post(message=Hold(header=header), job=Job() as job, node=node):
                 actions = self._protector.answer(job, header.index, node, str(error), now_s)
         return actions
-
-    def _make_room(self, action: Allocate, error: Exception, now_s: float) -> list[Action]:
-        """Drop what matters least, then try the allocation again.
-
-        In this order, each only if the one before freed nothing:
-
-            1. prefetched fragments: no ``Hold`` has asked for them yet;
-            2. doomed entries that only a pending write to disk keeps;
-            3. files of older timelines (a save that failed before a restart would otherwise stay
-               until a commit for which there is no room), and slots that ranks of any run reserved
-               in advance: a rank that has ended needs none, and one that lives reserves again.
-
-        After steps 1 and 2 the action stays ``again=False``, so the next step is still open if it
-        fails again. Step 3 is the last: the action that it returns is ``again=True``.
-        """
-        # A budget is one run's; a full tmpfs is shared by the files of all runs.
-        run = action.run if isinstance(error, MemoryBudgetTooSmall) else None
-        early = self._holder.prefetcher.clear(run)
-        if early:
-            return [*early, action]
-        recalled = self.records.recall(run, action.size_bytes)
-        if recalled:
-            return [*recalled, action]
-        again = replace(action, again=True)
-        record = self.records.get_or_create(action.run)
-        abandoned = record.abandoned() or record.leftover()
-        unused = self.records.unused()
-        if not abandoned and not unused:
-            return self._failed(again, error, now_s)
-        text = (
-            f"run {action.run}: dropped {len(abandoned)} files of older timelines and "
-            f"{len(unused)} slots that were reserved"
-        )
-        return [*unused, *self.records.retire(abandoned), Warn(text), again]

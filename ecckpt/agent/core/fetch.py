@@ -22,9 +22,9 @@ from ecckpt.agent.core.actions import (
     Reply,
     Seal,
 )
-from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.tasks import Fetching
+from ecckpt.agent.records.entry import Entry
 from ecckpt.errors import Fenced, NotHeld, RequestRefused
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header
 from ecckpt.policy.sizing import parity_region_bytes

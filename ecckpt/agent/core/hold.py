@@ -27,9 +27,9 @@ import numpy as np
 
 from ecckpt.agent.core.actions import Action, Allocate, Discard, Post, Pull, Recycle, Reply, Seal
 from ecckpt.agent.core.prefetch import Prefetcher
-from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.tasks import Taking
+from ecckpt.agent.records.entry import Entry
 from ecckpt.errors import Fenced, InvalidMessage, RequestRefused
 from ecckpt.format.fragment_file import HOME, parse_table
 from ecckpt.format.ids import ShardId

@@ -39,9 +39,9 @@ from ecckpt.agent.core.actions import (
     Wake,
     Warn,
 )
-from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.tasks import Job, JobState
+from ecckpt.agent.records.entry import Entry
 from ecckpt.errors import CorruptFragment, NotHeld
 from ecckpt.format.fragment_file import HOME, Header, pack_table
 from ecckpt.format.ids import ShardId

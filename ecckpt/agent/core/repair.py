@@ -27,9 +27,10 @@ from ecckpt.agent import deadlines
 from ecckpt.agent.core.actions import Action, AskPeer, Reply, Wake, Warn
 from ecckpt.agent.core.health import GroupHealth
 from ecckpt.agent.core.protect import Protector
-from ecckpt.agent.core.run_record import Entry, RunRecord
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.tasks import Job
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.errors import InvalidMessage
 from ecckpt.format.fragment_file import Header
 from ecckpt.format.ids import Generation, ShardId

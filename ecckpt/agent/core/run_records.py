@@ -20,9 +20,11 @@ from ecckpt.agent.core.actions import (
     Remove,
     Warn,
 )
-from ecckpt.agent.core.places import places_of
-from ecckpt.agent.core.rejected_files import RejectedFiles
-from ecckpt.agent.core.run_record import Entry, RunNotes, RunRecord
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.places import places_of
+from ecckpt.agent.records.rejected_files import RejectedFiles
+from ecckpt.agent.records.run_notes import RunNotes
+from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.errors import NotHeld, TwoHistories
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.format.ids import Generation, ShardId, check_run, is_run

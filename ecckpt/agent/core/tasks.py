@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.run_record import Entry, RunNotes
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.protocol.messages.disk import Store
 from ecckpt.protocol.messages.restore import Fetch
 from ecckpt.protocol.messages.save import Hold, Prefetch, Protect

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ecckpt.agent.core.actions import Remove, Write
-from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.tasks import TAKEN_BACK, DiskInventory, Storing
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.agent.runtime.shard_bytes import bad_blocks
 from ecckpt.agent.runtime.verify import windows

@@ -74,7 +74,7 @@ from ecckpt.protocol.messages.save import Reserve
 from ecckpt.protocol.tracing import Tracer
 
 if TYPE_CHECKING:
-    from ecckpt.agent.core.run_record import Entry
+    from ecckpt.agent.records.entry import Entry
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.format.ids import ShardId
 

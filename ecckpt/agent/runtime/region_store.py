@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ecckpt.agent.core.actions import Allocate, Borrow, Discard, FilesRemoved, Recycle
-from ecckpt.agent.core.run_record import Entry, RunNotes
 from ecckpt.agent.core.run_records import RunRecords
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.runtime.run_state_file import pack_notes, unpack_notes
 from ecckpt.agent.storage.memory_tier import MemoryTier
 from ecckpt.agent.storage.region import Region

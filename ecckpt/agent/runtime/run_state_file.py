@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from ecckpt.agent.core.run_record import RunNotes
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.coding.crc32c import crc32c
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.format.ids import Generation

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.records.entry import Entry
 from ecckpt.coding.reed_solomon import Codec
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
 

@@ -16,7 +16,7 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_tab
 from ecckpt.protocol.http import Pace
 
 if TYPE_CHECKING:
-    from ecckpt.agent.core.run_record import Entry
+    from ecckpt.agent.records.entry import Entry
     from ecckpt.agent.storage.disk import DiskFile
 
 _WINDOW_BYTES = 4 << 20

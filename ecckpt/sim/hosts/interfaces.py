@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ecckpt.agent.core.actions import Allocate, Discard, Event, Recycle
-    from ecckpt.agent.core.run_record import Entry, RunNotes
     from ecckpt.agent.core.run_records import RunRecords
+    from ecckpt.agent.records.entry import Entry
+    from ecckpt.agent.records.run_notes import RunNotes
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.format.ids import ShardId
     from ecckpt.protocol.messages.disk import Store

@@ -32,8 +32,9 @@ from ecckpt.sim.truth.saves import TruthSaves
 from ecckpt.sim.truth.violation import Violation
 
 if TYPE_CHECKING:
-    from ecckpt.agent.core.run_record import Entry, RunNotes
     from ecckpt.agent.core.run_records import RunRecords
+    from ecckpt.agent.records.entry import Entry
+    from ecckpt.agent.records.run_notes import RunNotes
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.region import Region
     from ecckpt.sim.hosts.interfaces import HostView

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ecckpt.agent.core import run_record as ledger
+from ecckpt.agent.records import run_record
+from ecckpt.agent.records.entry import Entry
 from ecckpt.sim import simulate as simulating
 from ecckpt.sim.faults import Faults
 from ecckpt.sim.run_config import Rules
@@ -26,7 +27,7 @@ RESTARTS = Faults(rank_kill_every_s=5.0)
 def retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit also lets go what it commits."""
 
-    def outdated(self: ledger.RunRecord) -> list[ledger.Entry]:
+    def outdated(self: run_record.RunRecord) -> list[Entry]:
         committed = self.noted.committed
         return [
             entry
@@ -34,7 +35,7 @@ def retires_the_committed(monkeypatch: pytest.MonkeyPatch) -> None:
             if committed is not None and shard.generation <= committed
         ]
 
-    monkeypatch.setattr(ledger.RunRecord, "outdated", outdated)
+    monkeypatch.setattr(run_record.RunRecord, "outdated", outdated)
 
 
 def has_no_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from ecckpt.agent.core import hold, protect
-from ecckpt.agent.core import run_record as ledger
 from ecckpt.agent.core import run_records as records
 from ecckpt.agent.core.actions import Action, Recycle, Taking
+from ecckpt.agent.records import entry as entries
+from ecckpt.agent.records import run_record
 from ecckpt.agent.runtime import disk_store as agent_disk
 from ecckpt.agent.storage import budget as accounts
 from ecckpt.agent.storage import disk as tiers_disk
@@ -136,10 +137,10 @@ def _commits_tickets_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _takes_commits_of_fenced_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit(self: ledger.RunRecord, generation: Generation) -> None:
+    def commit(self: run_record.RunRecord, generation: Generation) -> None:
         self.committed = max(self.committed or generation, generation)
 
-    monkeypatch.setattr(ledger.RunRecord, "commit", commit)
+    monkeypatch.setattr(run_record.RunRecord, "commit", commit)
 
 
 def _believes_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ def _gives_slots_to_others_while_they_are_written(monkeypatch: pytest.MonkeyPatc
 def _recycles_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
     free = records.RunRecords._free
 
-    def recycled(self: records.RunRecords, entry: ledger.Entry) -> list[Action]:
+    def recycled(self: records.RunRecords, entry: entries.Entry) -> list[Action]:
         entry.region.assigned = False
         return free(self, entry)
 
@@ -172,7 +173,7 @@ def _forgets_what_tensors_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is started does not know what the one before it has assigned."""
     adopt = records.RunRecords.adopt
 
-    def forgot(self: records.RunRecords, entry: ledger.Entry) -> list[Action]:
+    def forgot(self: records.RunRecords, entry: entries.Entry) -> list[Action]:
         entry.region.assigned = False
         return adopt(self, entry)
 
@@ -322,9 +323,9 @@ def _takes_what_was_left_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _keeps_roll_backs_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents write down what they are told of roll-backs, and do not say so later."""
-    inventory = ledger.RunRecord.inventory
+    inventory = run_record.RunRecord.inventory
     monkeypatch.setattr(
-        ledger.RunRecord,
+        run_record.RunRecord,
         "inventory",
         lambda self, node: replace(inventory(self, node), roll_backs=()),
     )
@@ -369,19 +370,19 @@ def _says_too_early_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 def _removes_from_disk_what_is_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was stored before is removed before this is on disk everywhere."""
     monkeypatch.setattr(
-        ledger.RunRecord,
+        run_record.RunRecord,
         "to_store",
         lambda self, generation: self.retain((generation,)) or to_store(self, generation),
     )
 
 
-to_store = ledger.RunRecord.to_store
+to_store = run_record.RunRecord.to_store
 
 
 def _spends_what_it_likes_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is no limit, and nothing is removed."""
     monkeypatch.setattr(tiers_disk.DiskTier, "check_room", lambda *_, **__: None)
-    monkeypatch.setattr(ledger.RunRecord, "superseded", lambda _: [])
+    monkeypatch.setattr(run_record.RunRecord, "superseded", lambda _: [])
 
 
 def _restores_from_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:

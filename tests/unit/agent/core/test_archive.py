@@ -6,8 +6,8 @@ import pytest
 
 from ecckpt.agent.core import actions as act
 from ecckpt.agent.core.core import Core
-from ecckpt.agent.core.run_record import Entry
 from ecckpt.agent.core.tasks import TAKEN_BACK
+from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.storage.disk import DiskFile
 from ecckpt.errors import DiskFull, Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
@@ -313,8 +313,9 @@ def test_in_memory_too(hands):
     assert take(hands, hold(2, gen=OLD, writer=2)) == ""
     hands.ask(Fence("test", 2, None, (RollBack(3, OLD),)))  # something to note
     assert (OLD, 0, 2) in hands.held()
+    assert take(hands, hold(3, gen=generation(2, 10), writer=2)) == ""
     hands.ask(commit(generation(2, 10)))
-    assert hands.held() == []
+    assert hands.held() == [(generation(2, 10), 0, 3)]
 
 
 def test_where_there_is_no_room_attempts_of_older_timelines_go_first(hands):

@@ -33,6 +33,8 @@ from tests.support.hands import (
     take,
 )
 
+LATER = generation(1, 11)
+
 
 @pytest.fixture
 def hands():
@@ -66,6 +68,7 @@ def test_a_slot_reserved_before_its_step_is_known_takes_what_fits(hands):
 
 
 def test_what_is_assigned_is_given_back_and_not_recycled(hands):
+    take(hands, hold(rank=1, gen=LATER))
     shard = scattering(hands)
     slot = hands.ask(Assign(shard))
     assert slot == hands.ask(Assign(shard))
@@ -73,8 +76,8 @@ def test_what_is_assigned_is_given_back_and_not_recycled(hands):
     for index in range(5):
         hands.ask(held(index))
     hands.took(act.Recycle)  # parity
-    hands.ask(commit(generation(1, 11)))
-    assert hands.held() == []
+    hands.ask(commit(LATER))
+    assert hands.held() == [(LATER, 1, 2)]
     assert [each.region.name for each in hands.took(act.Discard)] == [slot.region]
     assert not hands.took(act.Recycle)
 
@@ -266,9 +269,10 @@ def test_data_fragments_of_a_sealed_home_copy_need_no_encoding(hands):
 
 
 def test_a_home_copy_in_use_goes_when_its_job_is_done(hands):
+    take(hands, hold(rank=1, gen=LATER))
     scattering(hands)
-    hands.ask(commit(generation(1, 11)))
-    assert hands.held() == []
+    hands.ask(commit(LATER))
+    assert hands.held() == [(LATER, 1, 2)]
     assert not hands.took(act.Recycle)
     for index in range(5):
         hands.ask(held(index))
@@ -468,6 +472,8 @@ def test_no_request_of_an_older_timeline_changes_anything(hands, late):
 
 def test_a_commit_is_answered_when_it_is_written_down_and_lets_go_afterwards(hands):
     take(hands, hold(gen=OLD))
+    take(hands, hold(gen=NEW))
+    hands.took(act.Recycle)
     hands.writes = False
     hands.tell(commit(NEW))
     assert not hands.answers
@@ -476,6 +482,15 @@ def test_a_commit_is_answered_when_it_is_written_down_and_lets_go_afterwards(han
     assert len(hands.took(act.Recycle)) == 1
     assert hands.answers
     assert hands.core.records.get("test").noted.committed == NEW
+
+
+def test_a_commit_of_what_this_node_has_nothing_of_drops_nothing(hands):
+    take(hands, hold(gen=OLD))
+    hands.ask(commit(LATER))
+    assert hands.held() == [(OLD, 0, 2)]
+    take(hands, hold(gen=NEW))
+    hands.ask(Fence("test", 1, None, ()))  # something else happens
+    assert hands.held() == [(OLD, 0, 2), (NEW, 0, 2)]
 
 
 def test_a_commit_that_is_known_is_answered_at_once(hands):

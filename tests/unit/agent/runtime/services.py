@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from ecckpt.agent.core.actions import Allocate, Failed, Seal
-from ecckpt.agent.core.run_record import Entry
+from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import MemoryBudgetTooSmall

@@ -131,8 +131,9 @@ def test_what_is_in_use_is_recycled_afterwards(agent):
     old = keep(agent, gen=OLD)
     before = content(old)
     old.pins += 1  # as a protection job does
+    keep(agent, rank=1)
     commit(agent, NEW)
-    assert held(agent) == []
+    assert held(agent) == [(NEW, 1, HOME)]
     assert content(old) == before
     assert stage(agent).region is not old.region
     settle(agent, agent.core.records.unpin(old))

@@ -2,22 +2,6 @@
 
 Decides only: no I/O, no locks, no clock. run_records.py makes actions on files of the decisions.
 
-An entry (a home copy or fragment in memory) passes through these states:
-
-    reserved --stage--> staged --encoded--> sealed --commit of a newer one--> dropped
-        |                 |                   |                                ^
-        |                 |                 lent (a write to disk keeps it) -----+
-        |                 |                   |                                |
-        +-----------------+-------------------+-- fence, discard, forget, room --+
-
-    reserved   ``RunRecord.reserved`` has the slot of a rank; there is no entry yet
-    staged     an entry without ``table``: its superblock is void, no reader accepts the file
-    sealed     an entry with ``table``: complete, readable, adopted after a restart. Files that
-               were pulled from peers enter in this state
-    lent       sealed, and a write to disk is pending (``lent``)
-    dropped    removed from ``entries``. It is ``doomed``: its region is given up as soon as
-               ``pins`` (a reference count) is zero and it is not lent
-
 Retention: an entry is dropped only when something newer is committed, with three exceptions. Its
 own writer may give it up (``discard``), ``forget`` drops the whole run, and when memory is short,
 what a restart left behind on older timelines is dropped. On disk the same holds, but what counts
@@ -27,11 +11,11 @@ there is what is on disk everywhere (``stored``): a commit in memory removes no 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.errors import Fenced
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
@@ -43,56 +27,6 @@ from ecckpt.protocol.messages.repair import Guard
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.region import Region
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Entry:
-    """A home copy or fragment in the memory of this node.
-
-    table       checksums of all blocks of the shard; None until the file is sealed
-    pins        reference count: jobs and verifications that use the entry
-    doomed      give the region up as soon as ``pins`` is zero and the entry is not lent
-    lent        a write to disk is pending: a pin that may be taken back at any time, since the
-                disk's thread reads this flag after each piece that it has copied
-    early       data fragments may be pulled although the home copy is still being encoded
-    parity      the parity fragments of a home copy while holders pull them
-    damage      what a verification found wrong with it; empty if nothing
-    """
-
-    header: Header
-    region: Region
-    table: np.ndarray | None
-    _: KW_ONLY
-    pins: int = 0
-    doomed: bool = False
-    lent: bool = False
-    early: bool = False
-    parity: Region | None = None
-    damage: str = ""
-
-    @property
-    def key(self) -> tuple[ShardId, int]:
-        """The key of the entry in ``RunRecord.entries``."""
-        return self.header.shard, self.header.index
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunNotes:
-    """What of a run must survive the agent's process, beyond the files themselves."""
-
-    fence: int = 0
-    committed: Generation | None = None
-    restored: Generation | None = None
-    roll_backs: tuple[RollBack, ...] = ()
-    stored: tuple[Generation, ...] = ()
-    guard: Guard | None = None
-    restored_by: int = 0
-    session: str = ""
-
-    @property
-    def lasting(self) -> RunNotes:
-        """The part that still means something when all memory is lost: what goes to disk."""
-        return replace(self, committed=None, guard=None)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -250,15 +184,26 @@ class RunRecord:
         return sorted(homes, key=lambda entry: entry.header.shard.generation, reverse=True)
 
     def outdated(self) -> list[Entry]:
-        """Entries that the committed generation allows to drop.
+        """Entries that the committed generation allows to drop, if this node has some of it.
 
-        By the *written* notes: an agent that starts after a kill drops the same entries.
+        By the *written* notes: an agent that starts after a kill drops the same entries. A node
+        without any file of the committed generation keeps what it has: nothing that it can see
+        takes the place of its files.
         """
+        committed = self.noted.committed
+        if committed is None or not self._has_some_of(committed):
+            return []
         return [
             entry
             for (shard, _), entry in self.entries.items()
-            if self.is_outdated(shard.generation, self.noted.committed)
+            if self.is_outdated(shard.generation, committed)
         ]
+
+    def _has_some_of(self, generation: Generation) -> bool:
+        in_memory = (entry.header.shard for entry in self._sealed())
+        return any(shard.generation == generation for shard in in_memory) or any(
+            shard.generation == generation for shard, _ in self.files
+        )
 
     def is_outdated(self, generation: Generation, committed: Generation | None) -> bool:
         """Whether a commit allows to drop that generation.
@@ -354,15 +299,16 @@ class RunRecord:
     def superseded(self) -> list[DiskFile]:
         """Files older than the newest generation that is on disk everywhere, and not kept.
 
-        By the written notes, as in ``outdated``; never what the run restored and still needs.
+        By the written notes, and only if this node has some of that generation, as in
+        ``outdated``; never what the run restored and still needs.
         """
         stored = self.noted.stored
+        if not stored or all(shard.generation != stored[-1] for shard, _ in self.files):
+            return []
         return [
             file
             for (shard, _), file in self.files.items()
-            if stored
-            and shard.generation not in stored
-            and self.is_outdated(shard.generation, stored[-1])
+            if shard.generation not in stored and self.is_outdated(shard.generation, stored[-1])
         ]
 
     def discarded(self, generations: Collection[Generation]) -> list[DiskFile]:

@@ -8,7 +8,7 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES
 from ecckpt.format.ids import ShardId
 
 if TYPE_CHECKING:
-    from ecckpt.agent.core.run_record import RunRecord
+    from ecckpt.agent.records.run_record import RunRecord
     from ecckpt.agent.storage.disk import DiskFile
     from ecckpt.agent.storage.region import Region
 

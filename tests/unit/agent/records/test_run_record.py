@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecckpt.agent.core.run_record import Entry, RunRecord
+from ecckpt.agent.records.entry import Entry
+from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.agent.storage.region import Region
 from ecckpt.errors import Fenced
 from ecckpt.format.fragment_file import HOME
