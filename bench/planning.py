@@ -128,6 +128,7 @@ def led(bodies: dict[str, bytes], ground: Ground) -> list[bytes]:
         address=ground.address,
         placement=ground.placement,
         memory_bytes=0,
+        started_s=0.0,
     )
     node = NodeConfig(root=Path(), node="", domain="", listen="", token_file=None)
     performer = ThreadPerformer(Connections(peers[ground.homes[0]], peers, node), Tracer(), {})

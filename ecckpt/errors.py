@@ -85,6 +85,18 @@ class TooFewNodes(EcckptError, ValueError):
         self.have, self.need = have, need
 
 
+class TooFewAgents(EcckptError):
+    """So few agents answered a start that another start could have the rest."""
+
+    def __init__(self, run: str, *, have: int, need: int, nodes: int) -> None:
+        super().__init__(
+            f"run {run}: {have} of {nodes} agents answered, a start needs {need}",
+            hint="two starts that reach different halves of the nodes must not both go on; bring "
+            "agents up, or leave nodes that are gone for good out of agents=",
+        )
+        self.have, self.need = have, need
+
+
 class DuplicateNode(EcckptError, ValueError):
     """Two agents have the same node id."""
 
@@ -180,12 +192,24 @@ class AgentMismatch(EcckptError):
 
 
 class Fenced(EcckptError):
-    """A writer of an older timeline, after a newer timeline has begun."""
+    """A writer of an older timeline or of another session, after others have begun theirs."""
 
     def __init__(self, *, timeline: int, current: int) -> None:
         super().__init__(
             f"timeline {timeline} is fenced off: timeline {current} has started",
             hint="this process was replaced by a restart and must end",
+        )
+        self.timeline, self.current = timeline, current
+
+
+class OlderStart(EcckptError):
+    """A start of a run that is older than the one that has the run by now."""
+
+    def __init__(self, *, timeline: int, current: int) -> None:
+        super().__init__(
+            f"timeline {timeline} is refused: a start that is younger than this one began "
+            f"timeline {current}",
+            hint="this process must end; if it is the one that shall run, start it again",
         )
         self.timeline, self.current = timeline, current
 

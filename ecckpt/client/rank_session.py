@@ -46,7 +46,7 @@ class RankSession:
             ranks=cluster.ranks,
             least=requests.min_fragments,
         )
-        self._archivist = Archivist(cluster.run, tuple(cluster.address), disks)
+        self._archivist = Archivist(cluster, disks)
         self.saver = Saver(requests, self._archivist, strict=strict, unsaved=Unsaved(max_unsaved_s))
         self._requests = requests
         self._restores = 0

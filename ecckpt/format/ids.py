@@ -10,6 +10,7 @@ from ecckpt.errors import InvalidConfig, InvalidMessage
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _IDENTITY = re.compile(r"~[0-9a-f]{16}")
+_WRITER = re.compile(r"(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})?")
 _GENERATION = re.compile(r"(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 
@@ -51,6 +52,28 @@ def is_run(run: str, wanted: str) -> bool:
     return run == wanted or plain_name(run) == wanted
 
 
+@dataclass(frozen=True, slots=True)
+class RunWriter:
+    """Who changes a run: a session, on the timeline that it began.
+
+    Without ``session`` any session is meant: a repair by hand.
+    """
+
+    timeline: int
+    session: str
+
+    def __str__(self) -> str:
+        return f"{self.timeline}.{self.session}"
+
+    @staticmethod
+    def parse(text: str) -> RunWriter:
+        """The writer that ``str()`` spelled so; ``InvalidMessage`` for any other text."""
+        match = _WRITER.fullmatch(text)
+        if not match:
+            raise InvalidMessage(f"{text[:80]!r} is no writer (timeline.session)")
+        return RunWriter(int(match[1]), match[2] or "")
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Generation:
     """The product of one save of a run, ordered by timeline and then by step.
@@ -66,6 +89,11 @@ class Generation:
 
     def __str__(self) -> str:
         return f"{self.timeline}.{self.step}.{self.session}"
+
+    @property
+    def writer(self) -> RunWriter:
+        """Who saved it."""
+        return RunWriter(self.timeline, self.session)
 
     @staticmethod
     @lru_cache(maxsize=1024)  # a large run has many headers and few generations

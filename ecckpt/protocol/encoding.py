@@ -20,9 +20,9 @@ import msgpack
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation
+from ecckpt.format.ids import Generation, RunWriter
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 REQUEST_LIMIT_BYTES = 8 << 20
 MESSAGE_LIMIT_BYTES = 64 << 20  # of an answer: an inventory grows with the number of ranks
 
@@ -85,6 +85,7 @@ def _plain_headers(files: Headers) -> dict[str, Any]:
 _WRITERS: dict[type, Callable[[Any], Any]] = {
     Header: Header.to_wire,
     Generation: str,
+    RunWriter: str,
     Headers: _plain_headers,
 }
 
@@ -175,6 +176,10 @@ def _generation(kind: Any, value: Any, where: str) -> Generation:
     return Generation.parse(_expect(str, value, where))
 
 
+def _writer(kind: Any, value: Any, where: str) -> RunWriter:
+    return RunWriter.parse(_expect(str, value, where))
+
+
 def _list(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
     inner = get_args(kind)[0]
     read = _reader_of(inner)
@@ -197,6 +202,7 @@ _READERS: dict[Any, Any] = {
     Header: _header,
     Headers: _headers,
     Generation: _generation,
+    RunWriter: _writer,
     tuple: _list,
     collections.abc.Mapping: _map,
     types.UnionType: _optional,

@@ -14,11 +14,11 @@ from ecckpt.errors import (
     CorruptFragment,
     EcckptError,
     Fenced,
-    InvalidConfig,
     InvalidMessage,
     MemoryBudgetTooSmall,
     NotHeld,
     NotMapped,
+    OlderStart,
     RequestRefused,
     TmpfsFull,
     TooFewFragments,
@@ -121,7 +121,9 @@ COMMIT = Verb(name="commit", request=Commit, answer=Done, errors=(Fenced,))
 IDENTITIES = Verb(name="identities", request=str, answer=Identities)
 
 # -- a restore ------------------------------------------------------------------------------------
-BEGIN = Verb(name="begin", request=Begin, answer=Inventory, errors=(Fenced, InvalidConfig))
+BEGIN = Verb(
+    name="begin", request=Begin, answer=Inventory, errors=(Fenced, InvalidMessage, OlderStart)
+)
 FENCE = Verb(name="fence", request=Fence, answer=Done, errors=(Fenced,))
 FETCH = Verb(
     name="fetch",
@@ -140,7 +142,7 @@ FORGET = Verb(
     name="forget",
     request=Forget,
     answer=Done,
-    errors=(Fenced, InvalidConfig, RequestRefused, TwoHistories),
+    errors=(Fenced, InvalidMessage, RequestRefused, TwoHistories),
 )
 
 # -- repair ---------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class Session:
         self.wanted = wanted
         self.required = required
         self.nothing_left = False  # becomes True when a restore of the newest finds nothing
+        self.started_s = world.now_s
         self.timeline = 0  # set when rank 0 has planned a restore
         self.values: dict[str, bytes] = {}  # of the store
         # By host: until when its connection to the store is broken.
@@ -98,6 +99,7 @@ class Session:
             address={node: node for node in self.hosts},
             placement=self.placement,
             memory_bytes=rules.budget_bytes,
+            started_s=self.started_s,
         )
         return Requests(config, cluster, block_bytes=lambda _: BLOCK_BYTES)
 

@@ -26,7 +26,7 @@ from ecckpt.client.state_effects import (
 )
 from ecckpt.errors import CorruptFragment, NotHeld
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES
-from ecckpt.format.ids import Generation
+from ecckpt.format.ids import Generation, RunWriter
 from ecckpt.policy.survival import ShardSources
 from ecckpt.protocol.messages.restore import Fetch, Sources
 from ecckpt.protocol.messages.save import Slot
@@ -208,7 +208,11 @@ class SimulatedState:
             if nodes := peers.order((*homes, *sources.fragments.get(index, ()))):
                 places.append(Sources(index, tuple(nodes)))
         message = Fetch(
-            header=header, writer=0, sources=tuple(places), memory_bytes=0, timeout_s=0.0
+            header=header,
+            writer=RunWriter(0, ""),
+            sources=tuple(places),
+            memory_bytes=0,
+            timeout_s=0.0,
         )
         puller = Puller(self._host.node, session.world, session.network, session.hosts)
         table = yield from puller.table(message)

@@ -26,7 +26,7 @@ from ecckpt.agent.runtime.service import AgentService
 from ecckpt.coding.reed_solomon import Codec
 from ecckpt.errors import EcckptError
 from ecckpt.format.fragment_file import HOME, Header, fragment_bytes_for, pack_table
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.policy.sizing import steady_bytes
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.restore import Fence
@@ -98,7 +98,9 @@ class Life:
             disk=self._root.parent / "disk",
         )
         base = self._agent.inventory(RUN).committed
-        if self._try(lambda: self._agent.fence(Fence(RUN, self._timeline, base, ()))):
+        if self._try(
+            lambda: self._agent.fence(Fence(RUN, RunWriter(self._timeline, SESSION), base, ()))
+        ):
             _say(f"fenced {self._timeline}")
         first = (base.step if base else 0) + 1
         given_up: list[Generation] = []
@@ -152,7 +154,7 @@ class Life:
         if answer.problems or len(answer.pieces) != 2:
             raise EcckptError(f"not stored: {answer}")
         _say(f"stored {which}")
-        self._agent.retain(Retain(RUN, self._timeline, (which,)))
+        self._agent.retain(Retain(RUN, RunWriter(self._timeline, SESSION), (which,)))
 
     def _stage(self, which: Generation, given_up: tuple[Generation, ...]) -> None:
         head = header_of(which, 0)
@@ -175,7 +177,7 @@ class Life:
         self._agent.protect(
             Protect(
                 shard=head.shard,
-                writer=self._timeline,
+                writer=RunWriter(self._timeline, SESSION),
                 targets=(),
                 min_fragments=0,
                 memory_bytes=self._budget_bytes,
@@ -198,13 +200,17 @@ class Life:
         # Once there is memory to spare, it is pulled before it is asked for.
         self._agent.prefetch(
             Prefetch(
-                header=head, writer=self._timeline, source=source, timeout_s=5.0, discard=given_up
+                header=head,
+                writer=RunWriter(self._timeline, SESSION),
+                source=source,
+                timeout_s=5.0,
+                discard=given_up,
             )
         )
         self._agent.hold(
             Hold(
                 header=head,
-                writer=self._timeline,
+                writer=RunWriter(self._timeline, SESSION),
                 table=table,
                 source=source,
                 memory_bytes=budget_bytes,

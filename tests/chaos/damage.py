@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.builders import writer_of
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -170,7 +172,13 @@ class _Payloads:
         header = replace(self._header.at(HOME), home=node)
         return self._cluster.client(node).call(
             FETCH,
-            Fetch(header=header, writer=1, sources=tuple(sources), memory_bytes=0, timeout_s=30.0),
+            Fetch(
+                header=header,
+                writer=writer_of(1),
+                sources=tuple(sources),
+                memory_bytes=0,
+                timeout_s=30.0,
+            ),
         )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.builders import writer_of
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -107,7 +109,10 @@ class _Matrix:
         )
         header = replace(report.header.at(HOME), home=at)
         return self._clients[at].call(
-            FETCH, Fetch(header=header, writer=1, sources=sources, memory_bytes=0, timeout_s=30.0)
+            FETCH,
+            Fetch(
+                header=header, writer=writer_of(1), sources=sources, memory_bytes=0, timeout_s=30.0
+            ),
         )
 
 

@@ -25,6 +25,7 @@ from ecckpt.client.config import NodeConfig
 from ecckpt.client.effects import Routine
 from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME, SUPERBLOCK_BYTES, parse_superblock
+from ecckpt.format.ids import RunWriter
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.encoding import PROTOCOL_VERSION, pack_message
 from ecckpt.protocol.messages.node import NodeInfo
@@ -327,7 +328,9 @@ def test_a_restart_that_was_overtaken_hears_of_it(
     judge = Coordinator.judge
 
     def overtaken(coordinator: Coordinator, *arguments: Any) -> Routine[bool]:
-        cluster1.client("n0").call(BEGIN, Begin(coordinator._cluster.run, 9, "f" * 16))
+        cluster1.client("n0").call(
+            BEGIN, Begin(coordinator._cluster.run, RunWriter(9, "f" * 16), 0.0)
+        )
         return (yield from judge(coordinator, *arguments))
 
     monkeypatch.setattr(Coordinator, "judge", overtaken)
@@ -340,7 +343,7 @@ def test_a_restart_goes_above_what_its_own_agent_did_not_know(
     cluster6: LocalCluster,
 ) -> None:
     run = f"test~{'0' * 16}"
-    cluster6.client("n4").call(BEGIN, Begin(run, 9, "f" * 16))
+    cluster6.client("n4").call(BEGIN, Begin(run, RunWriter(9, "f" * 16), 0.0))
     with World(cluster6, code=(3, 2), run=run) as world:
         world.restore(states_for(6, seed=1))
         assert {each.timeline for each in world.checkpointers} == {10}
@@ -350,15 +353,15 @@ def test_a_restart_goes_above_what_its_own_agent_did_not_know(
 
 def test_two_sessions_never_have_the_same_timeline(cluster1: LocalCluster) -> None:
     client = cluster1.client("n0")
-    assert client.call(BEGIN, Begin("test", 3, "a" * 16)).fence == 3
-    assert client.call(BEGIN, Begin("test", 3, "a" * 16)).fence == 3  # asked again
+    assert client.call(BEGIN, Begin("test", RunWriter(3, "a" * 16), 0.0)).fence == 3
+    assert client.call(BEGIN, Begin("test", RunWriter(3, "a" * 16), 0.0)).fence == 3  # asked again
     with pytest.raises(errors.Fenced):
-        client.call(BEGIN, Begin("test", 3, "b" * 16))
+        client.call(BEGIN, Begin("test", RunWriter(3, "b" * 16), 0.0))
     with pytest.raises(errors.InvalidConfig):
-        client.call(BEGIN, Begin("test", 4, "../../etc"))
+        client.call(BEGIN, Begin("test", RunWriter(4, "../../etc"), 0.0))
     cluster1.restart("n0")
     with pytest.raises(errors.Fenced):
-        cluster1.client("n0").call(BEGIN, Begin("test", 3, "b" * 16))
+        cluster1.client("n0").call(BEGIN, Begin("test", RunWriter(3, "b" * 16), 0.0))
 
 
 def test_no_room_for_a_shard_is_no_reason_to_go_back(

@@ -24,6 +24,7 @@ from ecckpt.protocol.http import request
 from ecckpt.protocol.messages.restore import Fetch, Sources
 from ecckpt.protocol.verbs import FETCH, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
+from tests.support.builders import writer_of
 from tests.support.worlds import World, states_for
 
 NODES = [f"n{index}" for index in range(6)]
@@ -121,7 +122,13 @@ def test_every_loss_of_up_to_three_nodes(
                 header = replace(report.header.at(HOME), home=home)
                 cluster.client(home).call(
                     FETCH,
-                    Fetch(header=header, writer=2, sources=sources, memory_bytes=0, timeout_s=30.0),
+                    Fetch(
+                        header=header,
+                        writer=writer_of(2),
+                        sources=sources,
+                        memory_bytes=0,
+                        timeout_s=30.0,
+                    ),
                 )
             shard = _download(cluster.client(home), report.header.shard)
             assert shard == shards[report.rank]

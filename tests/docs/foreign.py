@@ -100,7 +100,7 @@ class ForeignRank:
 
     def join(self):
         self.node = msgpack.unpackb(self.ask("GET", "/v1/node"))
-        assert (self.node["protocol_version"], self.node["format_version"]) == (8, 1)
+        assert (self.node["protocol_version"], self.node["format_version"]) == (9, 1)
         member = {"info": self.node, "problem": "", "fingerprint": self._fingerprint}
         roster = msgpack.unpackb(self.exchange("join", msgpack.packb(member)))
         self.roster, self.run = roster, roster["run"]
@@ -125,6 +125,10 @@ class ForeignRank:
         at = [node for _, node in ring].index(self.node["node"])
         self.ring = ring[at + 1 :] + ring[:at]
         self.holders = [node for _, node in self.ring][: self.k + self.m]
+
+    @property
+    def writer(self):
+        return f"{self.timeline}.{self.session}"
 
     # -- a restore (9) ----------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class ForeignRank:
         fetched = self.post(
             "fetch",
             header=header,
-            writer=order["timeline"],
+            writer=self.writer,
             sources=[
                 {"index": index, "addresses": addresses}
                 for index, addresses in order["sources"].items()
@@ -197,7 +201,7 @@ class ForeignRank:
         self.post(
             "guard",
             run=self.run,
-            writer=self.timeline,
+            writer=self.writer,
             members=[
                 {"node": node, "domain": domain, "address": self.address[node]}
                 for domain, node in self.ring
@@ -318,7 +322,7 @@ class ForeignRank:
         self.post(
             "protect",
             shard=shard,
-            writer=self.timeline,
+            writer=self.writer,
             targets=targets,
             min_fragments=least,
             memory_bytes=0,

@@ -55,6 +55,7 @@ from ecckpt.state.tensors.sharding import Sharding, box_of
 from ecckpt.state.tree import registry, values
 from ecckpt.state.tree.nodes import StoredObject, replace_tensors
 from ecckpt.state.tree.resolving import resolve
+from tests.support.builders import writer_of
 from tests.support.trees import same
 
 ROOT = Path(__file__).parents[2]
@@ -458,7 +459,13 @@ def test_run_state_in_the_document():
     section = DOCUMENT.split("## 5. Run state")[1].split("## 6.")[0]
     listed = re.findall(r"^\| `(\w+)` \|", section, re.M)
     guard = Guard(
-        run="r", writer=1, members=(), holders=0, local_ranks=1, memory_bytes=0, timeout_s=1.0
+        run="r",
+        writer=writer_of(1),
+        members=(),
+        holders=0,
+        local_ranks=1,
+        memory_bytes=0,
+        timeout_s=1.0,
     )
     fields = msgpack.unpackb(pack_notes(RunNotes(fence=3, guard=guard))[4:])
     assert listed == list(fields)

@@ -27,7 +27,7 @@ from ecckpt.client.config import ClusterConfig
 from ecckpt.client.read import open as opening
 from ecckpt.format.fragment_file import Header, pack_table
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.policy.placement import Node, parse_code, plan_placement, plan_repair
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import Inventory
@@ -44,7 +44,7 @@ from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget
 from ecckpt.protocol.messages.save import Commit, Hold, Prefetch, Protect, Reserve, Stage, Watch
 from ecckpt.protocol.verbs import VERBS
 from ecckpt.state.snapshot.replicas import form_of
-from tests.support.builders import SESSION, generation, header, message_classes, table_of
+from tests.support.builders import SESSION, generation, header, message_classes, table_of, writer_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "PROTOCOL.md").read_text()
@@ -215,6 +215,7 @@ def test_header_travels_as_listed():
 
 EXAMPLES = [
     errors.Fenced(timeline=1, current=2),
+    errors.OlderStart(timeline=1, current=2),
     errors.TwoHistories("test", {"test~a": "n1", "test~b": "n2"}),
     errors.NotHeld("n1 has no such thing"),
     errors.InvalidMessage("no such message"),
@@ -279,7 +280,7 @@ class Http:
             folder / "memory", node="n1", domain="n1", address="127.0.0.1:1", token=""
         )
         self._application = app.Application(self.agent, token=token, stop=lambda: None)
-        self.agent.begin(Begin("test", 2, SESSION))
+        self.agent.begin(Begin("test", RunWriter(2, SESSION), 0.0))
 
     def ask(self, method, path, body=b"", *, local=True, **extra):
         """Return the status and the body of an answer."""
@@ -336,7 +337,7 @@ def protect_of(shard, writer=None):
     writer = shard.shard.generation.timeline if writer is None else writer
     return Protect(
         shard=shard.shard,
-        writer=writer,
+        writer=writer_of(writer),
         targets=(),
         min_fragments=0,
         memory_bytes=MEMORY,
@@ -350,7 +351,7 @@ def hold_of(shard, index=0, table=None):
     writer = shard.shard.generation.timeline
     return Hold(
         header=shard.at(index),
-        writer=writer,
+        writer=writer_of(writer),
         table=table,
         source="127.0.0.1:1",
         memory_bytes=MEMORY,
@@ -363,7 +364,7 @@ def hold_of(shard, index=0, table=None):
 def fetch_of(shard, memory_bytes=MEMORY):
     return Fetch(
         header=shard,
-        writer=shard.shard.generation.timeline,
+        writer=writer_of(shard.shard.generation.timeline),
         sources=(),
         memory_bytes=memory_bytes,
         timeout_s=5.0,
@@ -373,7 +374,7 @@ def fetch_of(shard, memory_bytes=MEMORY):
 def repair_of(shard, memory_bytes=MEMORY):
     return Repair(
         header=shard,
-        writer=shard.shard.generation.timeline,
+        writer=writer_of(shard.shard.generation.timeline),
         sources=(),
         targets=(),
         memory_bytes=memory_bytes,
@@ -385,7 +386,7 @@ def guard_of(writer, holders=0, members=0):
     others = tuple(Member(f"n{number}", "d", "127.0.0.1:1") for number in range(members))
     return Guard(
         run="test",
-        writer=writer,
+        writer=writer_of(writer),
         members=others,
         holders=holders,
         local_ranks=1,
@@ -397,7 +398,7 @@ def guard_of(writer, holders=0, members=0):
 def prefetch_of(gen, index=0):
     return Prefetch(
         header=own(gen).at(index),
-        writer=gen.timeline,
+        writer=writer_of(gen.timeline),
         source="127.0.0.1:1",
         timeout_s=5.0,
         discard=(),
@@ -471,9 +472,10 @@ PROVOKED = {
     ("hold", "CorruptFragment"): (hold_of(own(), table=b"none"), None),
     ("hold", "RequestRefused"): (hold_of(own()), _holds_nothing),
     ("commit", "Fenced"): (Commit("test", OLD), None),
-    ("begin", "Fenced"): (Begin("test", 2, "f" * 16), None),
-    ("begin", "InvalidConfig"): (Begin("test", 3, "no name"), None),
-    ("fence", "Fenced"): (Fence("test", 1, None, ()), None),
+    ("begin", "Fenced"): (Begin("test", RunWriter(2, "f" * 16), 0.0), None),
+    ("begin", "InvalidMessage"): (Begin("test", RunWriter(3, ""), 0.0), None),
+    ("begin", "OlderStart"): (Begin("test", RunWriter(3, "f" * 16), 1e6), None),
+    ("fence", "Fenced"): (Fence("test", writer_of(1), None, ()), None),
     ("fetch", "Fenced"): (fetch_of(own(OLD)), None),
     ("fetch", "RequestRefused"): (fetch_of(own()), _fetches_nothing),
     ("fetch", "MemoryBudgetTooSmall"): (fetch_of(own(), 1), None),
@@ -486,10 +488,10 @@ PROVOKED = {
     ("assign", "InvalidMessage"): (Assign(own().shard), _has_a_staged_slot),
     ("inventory", "TwoHistories"): ("twice", _knows_two_runs),
     ("trace", "TwoHistories"): ("twice", _knows_two_runs),
-    ("forget", "TwoHistories"): (Forget("twice", 3, SESSION), _knows_two_runs),
-    ("forget", "Fenced"): (Forget("test", 1, SESSION), None),
-    ("forget", "InvalidConfig"): (Forget("test", 3, "no name"), None),
-    ("forget", "RequestRefused"): (Forget("test", 3, SESSION), _reads_its_disk),
+    ("forget", "TwoHistories"): (Forget("twice", RunWriter(3, SESSION)), _knows_two_runs),
+    ("forget", "Fenced"): (Forget("test", RunWriter(1, SESSION)), None),
+    ("forget", "InvalidMessage"): (Forget("test", RunWriter(3, "")), None),
+    ("forget", "RequestRefused"): (Forget("test", RunWriter(3, SESSION)), _reads_its_disk),
     ("guard", "Fenced"): (guard_of(writer=1), None),
     ("guard", "InvalidMessage"): (guard_of(writer=2, holders=2, members=1), None),
     ("repair", "Fenced"): (repair_of(own(OLD)), None),
@@ -499,8 +501,8 @@ PROVOKED = {
     ("repair", "NotMapped"): (repair_of(own()), _maps_no_more),
     ("repair", "TooFewFragments"): (repair_of(own()), None),
     ("store", "Fenced"): (Store("test", OLD, 0, ()), None),
-    ("retain", "Fenced"): (Retain("test", 1, (NOW,)), None),
-    ("retain", "InvalidMessage"): (Retain("test", 2, ()), None),
+    ("retain", "Fenced"): (Retain("test", writer_of(1), (NOW,)), None),
+    ("retain", "InvalidMessage"): (Retain("test", writer_of(2), ()), None),
     ("verify", "NotHeld"): (Verify(own().shard, 0, disk=False, bytes_per_s=0), None),
     ("verify", "RequestRefused"): (
         Verify(own().shard, 0, disk=False, bytes_per_s=0),

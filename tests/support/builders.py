@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from ecckpt.format.fragment_file import BLOCK_BYTES, HOME, Header, fragment_bytes_for
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol import messages
 
 SESSION = "0123456789abcdef"
+
+
+def writer_of(timeline=1):
+    return RunWriter(timeline, SESSION)
 
 
 def generation(timeline=1, step=10, session=SESSION):

@@ -41,7 +41,12 @@ def cluster_of(
         placement=plan_placement(
             [Node(each, each) for each in nodes], parse_code(code, len(nodes))
         ),
-        **{"local_ranks": 1, "share": tuple(nodes[ranks:][rank::ranks]), "memory_bytes": 0}
+        **{
+            "local_ranks": 1,
+            "share": tuple(nodes[ranks:][rank::ranks]),
+            "memory_bytes": 0,
+            "started_s": 0.0,
+        }
         | fields,
     )
 

@@ -8,7 +8,7 @@ from ecckpt.agent.storage.region import Region
 from ecckpt.format.fragment_file import pack_table
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.save import Commit, Held, Hold, Protect, Reserve, Stage, Target
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 
 BUDGET = 1 << 30
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -112,7 +112,7 @@ def protect(gen=NEW, *, writer=1, targets=range(5), least=3, timeout_s=60.0):
     where = tuple(Target(index, f"h{index}", f"h{index}:1") for index in targets)
     return Protect(
         shard=header(gen=gen).shard,
-        writer=writer,
+        writer=writer_of(writer),
         targets=where,
         min_fragments=least,
         memory_bytes=BUDGET,
@@ -126,7 +126,7 @@ def hold(index=2, *, writer=1, discard=(), repair=False, **fields):
     table = pack_table(table_of(shard))
     return Hold(
         header=shard,
-        writer=writer,
+        writer=writer_of(writer),
         table=table,
         source="n0:1",
         memory_bytes=BUDGET,

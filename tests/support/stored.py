@@ -20,7 +20,7 @@ from ecckpt.protocol.messages.save import Protect, Reserve, Stage, Target, Watch
 from ecckpt.protocol.verbs import PROTECT, RESERVE, STAGE, WATCH
 from ecckpt.state.snapshot.plan import plan_shard
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.builders import SESSION
+from tests.support.builders import SESSION, writer_of
 
 BLOCK_BYTES = 4096
 
@@ -113,7 +113,7 @@ def store(
             PROTECT,
             Protect(
                 shard=header.shard,
-                writer=1,
+                writer=writer_of(1),
                 targets=targets,
                 min_fragments=len(targets),
                 memory_bytes=0,

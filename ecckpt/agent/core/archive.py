@@ -52,7 +52,7 @@ class Archiver:
     def _store(self, message: Store) -> list[Action]:
         """Begin to store a generation, or answer how far it is."""
         record = self._records.get_or_create(message.run)
-        record.check_writer(message.generation.timeline)
+        record.check_writer(message.generation.writer)
         if not self._records.disk:
             return [Reply(Stored(False, (), 0, ()))]
         actions: list[Action] = []

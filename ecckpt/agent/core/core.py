@@ -55,7 +55,7 @@ from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.errors import Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
-from ecckpt.format.ids import ShardId, check_name
+from ecckpt.format.ids import ShardId
 from ecckpt.policy.sizing import steady_bytes
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.node import Done
@@ -183,7 +183,7 @@ class Core:
             case Commit():
                 actions = self._commit(request)
             case Begin() | Forget() | Fence():
-                actions = self._fence(request)
+                actions = self._fence(request, now_s)
             case Fetch() | Assign():
                 actions = self._asked_to_restore(request)
             case Guard() | Store() | Retain():
@@ -212,7 +212,7 @@ class Core:
                 f"local ranks with RS({header.k}, {header.m})",
             )
         return [
-            *self.records.admit(run, header.shard.generation.timeline, header),
+            *self.records.admit(run, header.shard.generation.writer, header),
             *self.records.discard(run, rank, message.discard),
             *self.records.clear(run, rank),  # before the new slot: it may need their memory
             Allocate(
@@ -228,7 +228,7 @@ class Core:
         header = message.header
         try:
             # Again: the fence may have risen while the region was allocated.
-            self.records.get_or_create(header.shard.run).admit(header.shard.generation.timeline)
+            self.records.get_or_create(header.shard.run).admit(header.shard.generation.writer)
         except Fenced as error:
             return [Recycle(header.shard.run, region), Refuse(error)]
         older = self.records.reserve(header.shard.run, header.shard.rank, region)
@@ -236,11 +236,11 @@ class Core:
 
     def _stage(self, message: Stage) -> list[Action]:
         header = message.header
-        run, timeline = header.shard.run, header.shard.generation.timeline
+        run, writer = header.shard.run, header.shard.generation.writer
         # ``stage`` may raise, so the fence is raised only after it.
-        self.records.get(run).check_writer(timeline)
+        self.records.get(run).check_writer(writer)
         staged = self.records.stage(header, message.region)
-        return [*staged, *self.records.admit(run, timeline), Reply(Done())]
+        return [*staged, *self.records.admit(run, writer), Reply(Done())]
 
     def _asked_to_restore(self, request: Fetch | Assign) -> list[Action]:
         if isinstance(request, Fetch):
@@ -257,18 +257,20 @@ class Core:
             Reply(Done()),
         ]
 
-    def _fence(self, message: Begin | Forget | Fence) -> list[Action]:
+    def _fence(self, message: Begin | Forget | Fence, now_s: float) -> list[Action]:
         if isinstance(message, Forget):  # of people, who may leave the identity out
             message = replace(message, run=self.records.full_name(message.run))
         record = self.records.get_or_create(message.run)
         if isinstance(message, Fence):
-            newer = record.admit(message.timeline)
+            newer = record.admit(message.writer)
             record.learn_roll_backs(message.roll_backs)
             if message.restored:
                 record.went_on_from(message.restored)
         else:
-            check_name("session", message.session)
-            newer = record.begin_timeline(message.timeline, message.session)
+            if not message.writer.session:
+                raise InvalidMessage(f"{message.run}: a timeline is begun by a session")
+            age_s = message.age_s if isinstance(message, Begin) else 0.0
+            newer = record.begin_timeline(message.writer, now_s - age_s)
         forgotten: list[Action] = []
         if isinstance(message, Forget):
             forgotten = [

@@ -112,7 +112,7 @@ class Prefetcher:
         shard = message.header.shard
         record = self._records.get(shard.run)
         committed = record.committed is not None and shard.generation <= record.committed
-        return committed or message.writer < record.fence
+        return committed or record.is_fenced(message.writer)
 
     def _begin_queued(self) -> list[Action]:
         actions: list[Action] = []

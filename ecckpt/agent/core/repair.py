@@ -194,7 +194,7 @@ class Repairer:
 
     def _in_force(self, record: RunRecord) -> bool:
         """Whether the guard's sender is the newest timeline: no restart is under way."""
-        return record.guard is not None and record.guard.writer >= record.fence
+        return record.guard is not None and not record.is_fenced(record.guard.writer)
 
     def _align(self, health: GroupHealth, record: RunRecord, now_s: float) -> tuple[ShardId, ...]:
         assert record.guard is not None

@@ -27,7 +27,7 @@ from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.errors import NotHeld, TwoHistories
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
-from ecckpt.format.ids import Generation, ShardId, check_run, is_run
+from ecckpt.format.ids import Generation, RunWriter, ShardId, check_run, is_run
 from ecckpt.policy.survival import UNREAD_DISK, UNREADABLE_DISK
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class RunRecords:
 
     # -- writers ----------------------------------------------------------------------------------
 
-    def admit(self, run: str, writer: int, header: Header | None = None) -> list[Action]:
+    def admit(self, run: str, writer: RunWriter, header: Header | None = None) -> list[Action]:
         """Admit a writer of that timeline, or raise ``Fenced``.
 
         If the timeline is new here, the unsealed slots of older writers are dropped. ``header``

@@ -21,8 +21,9 @@ class RunNotes:
     guard: Guard | None = None
     restored_by: int = 0
     session: str = ""
+    born_s: float = 0.0
 
     @property
     def lasting(self) -> RunNotes:
         """The part that still means something when all memory is lost: what goes to disk."""
-        return replace(self, committed=None, guard=None)
+        return replace(self, committed=None, guard=None, born_s=0.0)

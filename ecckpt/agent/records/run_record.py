@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.records.run_notes import RunNotes
-from ecckpt.errors import Fenced
+from ecckpt.errors import Fenced, OlderStart
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.policy.rollbacks import RollBack, abandoned_by, in_force
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.messages.repair import Guard
@@ -35,6 +35,7 @@ class RunRecord:
 
     fence               the newest timeline that a writer used; older writers are refused
     session             the session that began that timeline; empty if not known
+    born_s              when that session was started, by the agent's clock; 0 if not known
     forgotten           files of timelines before this one were dropped by ``forget``
     committed           the newest generation known to be committed
     restored            the generation that timeline ``restored_by`` continues
@@ -51,6 +52,7 @@ class RunRecord:
     _: KW_ONLY
     fence: int = 0
     session: str = ""
+    born_s: float = 0.0
     forgotten: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
@@ -79,6 +81,7 @@ class RunRecord:
             guard=self.guard,
             restored_by=self.restored_by,
             session=self.session,
+            born_s=self.born_s,
         )
 
     def believe(self, notes: RunNotes) -> None:
@@ -86,42 +89,52 @@ class RunRecord:
         if notes.restored is not None and notes.restored_by >= self.restored_by:
             self.restored, self.restored_by = notes.restored, notes.restored_by
         if notes.fence > self.fence:
-            self.fence, self.session = notes.fence, notes.session
+            self.fence, self.session, self.born_s = notes.fence, notes.session, notes.born_s
         self.committed = notes.committed or self.committed
         self.guard = notes.guard or self.guard
         self.stored = max(self.stored, notes.stored, key=lambda stored: stored[-1:])
         self.learn_roll_backs(notes.roll_backs)
 
-    def check_writer(self, writer: int) -> None:
-        """Raise ``Fenced`` for a writer of an older timeline."""
-        if writer < self.fence:
-            raise Fenced(timeline=writer, current=self.fence)
+    def is_fenced(self, writer: RunWriter) -> bool:
+        """Whether that is a writer of an older timeline, or of one that another session began."""
+        if writer.timeline != self.fence:
+            return writer.timeline < self.fence
+        return "" not in (self.session, writer.session) and self.session != writer.session
 
-    def admit(self, writer: int) -> bool:
-        """Admit a writer of that timeline; True if it is the first of a newer timeline.
+    def check_writer(self, writer: RunWriter) -> None:
+        """Raise ``Fenced`` for a writer that is fenced."""
+        if self.is_fenced(writer):
+            raise Fenced(timeline=writer.timeline, current=self.fence)
 
-        Raises ``Fenced`` for a writer of an older timeline.
+    def admit(self, writer: RunWriter) -> bool:
+        """Admit a writer; True if it is the first of a newer timeline.
+
+        Raises ``Fenced`` as ``check_writer``.
         """
         self.check_writer(writer)
-        return self.reach(writer)
+        newer = self.reach(writer.timeline)
+        self.session = self.session or writer.session
+        return newer
 
     def reach(self, timeline: int) -> bool:
         """Raise the fence to a timeline that is in use; True if that is new to this node."""
         newer = timeline > self.fence
         if newer:
-            self.fence, self.session = timeline, ""
+            self.fence, self.session, self.born_s = timeline, "", 0.0
         return newer
 
-    def begin_timeline(self, timeline: int, session: str) -> bool:
-        """Let a session begin a timeline; True if the timeline is new to this node.
+    def begin_timeline(self, writer: RunWriter, born_s: float) -> bool:
+        """Let a session, whose start was at ``born_s``, begin a timeline; True if it is new here.
 
         Raises ``Fenced`` if a newer timeline has begun, or another session began this one: of two
-        starts of a run that overlap, at most one gets a timeline.
+        starts of a run that overlap, at most one gets a timeline. Raises ``OlderStart`` if a start
+        that is younger has begun any: one that was stopped and goes on does not replace its
+        successor.
         """
-        if timeline == self.fence and self.session not in ("", session):
-            raise Fenced(timeline=timeline, current=self.fence)
-        newer = self.admit(timeline)
-        self.session = session
+        if writer.session != self.session and self.born_s > born_s:
+            raise OlderStart(timeline=writer.timeline, current=self.fence)
+        newer = self.admit(writer)
+        self.born_s = min(born_s, self.born_s or born_s)
         return newer
 
     def forget(self) -> None:
@@ -168,7 +181,7 @@ class RunRecord:
 
     def commit(self, generation: Generation) -> None:
         """Note that a generation is committed; ``Fenced`` if its timeline was replaced."""
-        self.check_writer(generation.timeline)
+        self.check_writer(generation.writer)
         if self.committed is None or generation > self.committed:
             self.committed = generation
 

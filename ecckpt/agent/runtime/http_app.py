@@ -23,6 +23,7 @@ from ecckpt.errors import (
     MemoryBudgetTooSmall,
     NotHeld,
     NotMapped,
+    OlderStart,
     RequestRefused,
     TmpfsFull,
     TwoHistories,
@@ -58,6 +59,7 @@ _REASONS = {
 _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (NotHeld, 404),
     (Fenced, 409),
+    (OlderStart, 409),
     (TwoHistories, 409),
     (InvalidMessage, 400),
     (InvalidConfig, 400),

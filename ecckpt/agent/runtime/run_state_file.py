@@ -29,6 +29,7 @@ def pack_notes(notes: RunNotes) -> bytes:
         "guard": pack_message(notes.guard) if notes.guard else b"",
         "restored_by": notes.restored_by,
         "session": notes.session,
+        "born_s": notes.born_s,
     }
     body: bytes = msgpack.packb(fields)
     return crc32c(body).to_bytes(4, "little") + body
@@ -49,6 +50,9 @@ def unpack_notes(raw: bytes, where: str) -> RunNotes:
             raise InvalidMessage(f"{where}: the fence or a timeline is not a number")
         if type(session) is not str:
             raise InvalidMessage(f"{where}: the session is not a text")
+        born_s = fields.get("born_s", 0.0)
+        if type(born_s) is not float:
+            raise InvalidMessage(f"{where}: when the session was started is not a number")
         roll_backs = (
             RollBack(int(timeline), Generation.parse(target))
             for timeline, target in fields.get("roll_backs", ())
@@ -62,6 +66,7 @@ def unpack_notes(raw: bytes, where: str) -> RunNotes:
             guard=unpack_message(Guard, fields["guard"]) if fields.get("guard") else None,
             restored_by=restored_by,
             session=session,
+            born_s=born_s,
         )
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InvalidMessage(f"{where}: not the state of a run: {error}") from error

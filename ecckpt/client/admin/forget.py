@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ecckpt.client.cluster.run_identity import known_run
 from ecckpt.errors import EcckptError, Fenced
-from ecckpt.format.ids import Generation
+from ecckpt.format.ids import Generation, RunWriter
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.agent_client import AgentClient
 from ecckpt.protocol.fan_out import call_each
@@ -88,7 +88,7 @@ def forget_run(run: str, agents: Sequence[AgentClient]) -> list[Holding]:
     """
     run = known_run(run, agents)
     before, newest = holdings(run, agents)
-    message = Forget(run, newest + 1, secrets.token_hex(8))
+    message = Forget(run, RunWriter(newest + 1, secrets.token_hex(8)))
     both = list(zip(before, agents, strict=True))
     return call_each(both, lambda each: _forgotten(*each, message))
 

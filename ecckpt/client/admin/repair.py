@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ecckpt.client.restore.protocol import Way, as_told, way_home
 from ecckpt.errors import EcckptError, NothingToRestore, TooFewNodes
-from ecckpt.format.ids import Generation
+from ecckpt.format.ids import Generation, RunWriter
 from ecckpt.policy.placement import Code, Node, Placement, plan_placement
 from ecckpt.policy.survival import (
     GenerationReport,
@@ -114,7 +114,7 @@ def repair_run(
         ways,
         clients,
         done,
-        writer=plan.newest_timeline,
+        writer=RunWriter(plan.newest_timeline, ""),
         memory_bytes=memory_bytes,
         deadline_s=deadline_s,
     )
@@ -128,7 +128,7 @@ def _send_repairs(
     clients: Mapping[str, AgentClient],
     done: Repaired,
     *,
-    writer: int,
+    writer: RunWriter,
     memory_bytes: int,
     deadline_s: float,
 ) -> None:

@@ -7,6 +7,7 @@ roster, so a rank never decides alone that it can take part.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ def join(
     id, if a rank's agent cannot be reached, if an agent runs another version, or if the code needs
     more nodes.
     """
+    started_s = time.monotonic()
     token = node.token()
     info, problem = None, ""
     try:
@@ -101,6 +103,7 @@ def join(
         address={peer.node: peer.address for peer in roster.nodes},
         placement=placement,
         memory_bytes=memory_bytes,
+        started_s=started_s,
         missing=missing,
     )
     # A restarted agent must be the same node at the same address, or its peers would not find it.

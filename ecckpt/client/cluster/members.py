@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ecckpt.format.ids import RunWriter
 from ecckpt.policy.placement import Placement
 
 
@@ -23,6 +24,7 @@ class Cluster:
         missing: addresses of agents that did not answer when the ranks met, with the reason; known
             to rank 0 only. Their nodes take no part in the session.
         memory_bytes: the run's memory budget on this node; 0 for the agent's default.
+        started_s: when this rank came to join the session, by the performer's clock.
     """
 
     run: str
@@ -36,4 +38,9 @@ class Cluster:
     address: Mapping[str, str]
     placement: Placement
     memory_bytes: int
+    started_s: float
     missing: Mapping[str, str] = field(default_factory=dict)
+
+    def writer(self, timeline: int) -> RunWriter:
+        """This session, on that timeline."""
+        return RunWriter(timeline, self.session)

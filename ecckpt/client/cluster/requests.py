@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.config import ClusterConfig
 from ecckpt.format.fragment_file import HOME, Header, block_bytes_for, fragment_bytes_for
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.protocol.messages.repair import Guard, Member
 from ecckpt.protocol.messages.save import Protect, Reserve, Target
 
@@ -75,12 +75,12 @@ class Requests:
         targets = tuple(
             Target(index, node, cluster.address[node]) for index, node in enumerate(holders)
         )
-        timeline = shard.generation.timeline
-        return self._protect(shard, timeline, targets, self.min_fragments, given_up)
+        writer = shard.generation.writer
+        return self._protect(shard, writer, targets, self.min_fragments, given_up)
 
     def repair(self, shard: ShardId, timeline: int, targets: tuple[Target, ...]) -> Protect:
         """Fragments of an older generation, as far as they can be had."""
-        return self._protect(shard, timeline, targets, 0, ())
+        return self._protect(shard, self.cluster.writer(timeline), targets, 0, ())
 
     def guard(self, timeline: int) -> Guard:
         """Watch the holders of this node's shards, and repair each shard in the background."""
@@ -89,7 +89,7 @@ class Requests:
         ring = placement.ring(home) if placement.code.holders else ()
         return Guard(
             run=cluster.run,
-            writer=timeline,
+            writer=self.cluster.writer(timeline),
             members=tuple(Member(each.id, each.domain, cluster.address[each.id]) for each in ring),
             holders=placement.code.holders,
             local_ranks=cluster.local_ranks,
@@ -100,14 +100,14 @@ class Requests:
     def _protect(
         self,
         shard: ShardId,
-        timeline: int,
+        writer: RunWriter,
         targets: tuple[Target, ...],
         min_fragments: int,
         given_up: Sequence[Generation],
     ) -> Protect:
         return Protect(
             shard=shard,
-            writer=timeline,
+            writer=writer,
             targets=targets,
             min_fragments=min_fragments,
             memory_bytes=self.cluster.memory_bytes,

@@ -21,7 +21,7 @@ from typing import Any
 
 from ecckpt.client import deadlines
 from ecckpt.client.cluster.members import Cluster
-from ecckpt.client.effects import Report, Routine, answers_of, call_all, perform, sleep
+from ecckpt.client.effects import Now, Report, Routine, answers_of, call_all, perform, sleep
 from ecckpt.client.events import (
     GenerationRefused,
     Message,
@@ -39,7 +39,7 @@ from ecckpt.client.restore.protocol import (
     passes_over,
 )
 from ecckpt.client.restore.refusals import Refusals
-from ecckpt.errors import EcckptError, Fenced
+from ecckpt.errors import EcckptError, Fenced, OlderStart, TooFewAgents
 from ecckpt.format.ids import Generation
 from ecckpt.policy.on_disk import OnDisk, on_disk
 from ecckpt.policy.rollbacks import RollBack, in_force
@@ -51,6 +51,8 @@ from ecckpt.protocol.verbs import BEGIN, FENCE, INVENTORY, Verb
 _ASKED_FIRST = 3
 # Numbers that a restart tries before it lets others, which begin timelines faster, have the run.
 _TRIES = 8
+# Answers of agents that know of another start.
+_FINAL = (Fenced, OlderStart)
 
 
 class Coordinator:
@@ -135,7 +137,8 @@ class Coordinator:
         generation, self._chosen = self._chosen, None
         if generation is None:
             return
-        fence = Fence(self._cluster.run, self._timeline, generation, self.roll_backs)
+        writer = self._cluster.writer(self._timeline)
+        fence = Fence(self._cluster.run, writer, generation, self.roll_backs)
         _require_unfenced((yield from self._ask_all(FENCE, fence)))
 
     def _note_failure(
@@ -188,18 +191,37 @@ class Coordinator:
         """Begin the timeline after all that any node has seen, and look at the same time.
 
         A number that is too low is refused by the agents that know better, with their fence: so
-        the first guess need not be right. Raises ``Fenced`` if others begin timelines faster.
+        the first guess need not be right. Raises ``Fenced`` if others begin timelines faster, and
+        ``OlderStart`` if a younger start has begun one, and ``TooFewAgents``.
         """
         guesses = known if any(known) else (yield from self._fences_elsewhere())
         timeline = max(guesses, default=0) + 1
         for _ in range(_TRIES):
-            answers = yield from self._ask_all(BEGIN, self._begin_message(timeline))
+            answers = yield from self._ask_to_begin(timeline)
+            for outlived in answers_of(answers, OlderStart):
+                raise outlived
             newer = [fenced.current for fenced in answers_of(answers, Fenced)]
             if not newer:
                 self._timeline = timeline
-                return answers_of(answers, Inventory)
+                return (yield from self._require_enough(answers_of(answers, Inventory)))
             timeline = max(timeline, *newer) + 1  # agents of another make may leave it out
         raise Fenced(timeline=timeline - 1, current=timeline - 1)
+
+    def _require_enough(self, inventories: list[Inventory]) -> Routine[list[Inventory]]:
+        """Raise ``TooFewAgents`` if another start may have as many agents that this one has not.
+
+        More than half of the nodes are enough, or all but those that may be lost by promise. Silent
+        ones are asked once more.
+        """
+        cluster = self._cluster
+        nodes = len(cluster.address) + len(cluster.missing)
+        need = min(nodes // 2 + 1, nodes - (cluster.placement.code.m + 1))
+        if len(inventories) < need and self._silent:
+            self._silent.clear()
+            inventories = yield from self._look()
+        if len(inventories) < need:
+            raise TooFewAgents(cluster.run, have=len(inventories), need=need, nodes=nodes)
+        return inventories
 
     def _fences_elsewhere(self) -> Routine[list[int]]:
         """Timelines seen by a few other nodes, where the ranks' own agents are new to the run."""
@@ -215,19 +237,21 @@ class Coordinator:
 
     def _look(self) -> Routine[list[Inventory]]:
         """Again, what the agents have; ``Fenced`` by any of them if a newer start has begun."""
-        answers = yield from self._ask_all(BEGIN, self._begin_message(self._timeline))
+        answers = yield from self._ask_to_begin(self._timeline)
         _require_unfenced(answers)
         return answers_of(answers, Inventory)
 
-    def _begin_message(self, timeline: int) -> Begin:
-        return Begin(self._cluster.run, timeline, self._cluster.session)
+    def _ask_to_begin(self, timeline: int) -> Routine[dict[str, Any]]:
+        age_s = (yield from perform(Now())) - self._cluster.started_s
+        message = Begin(self._cluster.run, self._cluster.writer(timeline), age_s)
+        return (yield from self._ask_all(BEGIN, message))
 
     def _ask_all(self, verb: Verb[Any, Any], message: object) -> Routine[dict[str, Any]]:
-        """Answers of all agents, or their ``Fenced``; silent ones are left out from then on."""
+        """Answers of all agents, also those that name another start; silent ones are left out."""
         nodes = [node for node in self._cluster.address if node not in self._silent]
         answers = yield from call_all(verb, message, nodes, self._patience_s)
         for node, answer in answers.items():
-            if isinstance(answer, EcckptError | OSError) and not isinstance(answer, Fenced):
+            if isinstance(answer, EcckptError | OSError) and not isinstance(answer, _FINAL):
                 self._silent[node] = str(answer)
                 yield from perform(Report(Message(logging.WARNING, f"node {node}: {answer}")))
         return {node: each for node, each in answers.items() if node not in self._silent}

@@ -186,7 +186,7 @@ class ShardSource:
     def _fetch(self, order: Order, header: Header) -> Routine[Fetched]:
         message = Fetch(
             header=header,
-            writer=order.timeline,
+            writer=self._cluster.writer(order.timeline),
             sources=as_told(order.sources),
             memory_bytes=self._cluster.memory_bytes,
             timeout_s=deadlines.BRING_SHARE * self._timeout_s,

@@ -16,10 +16,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ecckpt.client import deadlines
+from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.effects import CallAgent, Compute, Now, Report, Routine, perform, until
 from ecckpt.client.events import Message
 from ecckpt.errors import EcckptError, Fenced
@@ -112,17 +113,18 @@ class _Round:
 
 
 class Archivist:
-    """What is due, and what is on disk. ``nodes`` are all nodes of the run.
+    """What is due, and what is on disk, of all nodes of the run.
 
     ``deadline_s``, once set, is when all that is begun has to have ended.
     """
 
-    def __init__(self, run: str, nodes: Sequence[str], disks: Disks) -> None:
+    def __init__(self, cluster: Cluster, disks: Disks) -> None:
         self.deadline_s: float | None = None
         self.due: Generation | None = None
         self.is_begun = False  # whether ``run`` has been, or is being, started
         self.is_done = True  # whether ``run`` has ended, or was never started
-        self._run, self._nodes, self._disks = run, nodes, disks
+        self._cluster, self._run, self._disks = cluster, cluster.run, disks
+        self._nodes = tuple(cluster.address)
         self._count = 0
         self._skipped = 0
         self._none = False  # no agent has a disk
@@ -275,7 +277,7 @@ class Archivist:
 
     def _tell(self) -> Routine[None]:
         stored = sorted({*self._on_disk.told, *self._on_disk.seen})
-        message = Retain(self._run, self._timeline, tuple(stored))
+        message = Retain(self._run, self._cluster.writer(self._timeline), tuple(stored))
         self._untold = False
         for node in self._nodes:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,11 @@ class Stored:
 class Retain:
     """These generations, oldest first, are on disk everywhere and are kept.
 
-    All others that are older than the last of them may be removed from disk. ``writer`` is the
-    timeline of the sender.
+    All others that are older than the last of them may be removed from disk.
     """
 
     run: str
-    writer: int
+    writer: RunWriter
     generations: tuple[Generation, ...]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecckpt.format.fragment_file import Header
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.protocol.messages.restore import Sources
 from ecckpt.protocol.messages.save import Target
 
@@ -31,7 +31,7 @@ class Guard:
     """
 
     run: str
-    writer: int
+    writer: RunWriter
     members: tuple[Member, ...]
     holders: int
     local_ranks: int
@@ -69,7 +69,7 @@ class Repair:
     """
 
     header: Header
-    writer: int
+    writer: RunWriter
     sources: tuple[Sources, ...]
     targets: tuple[Target, ...]
     memory_bytes: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecckpt.format.fragment_file import Header
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.save import Slot
 
@@ -14,13 +14,14 @@ from ecckpt.protocol.messages.save import Slot
 class Begin:
     """Begin a timeline for a session, and answer with the inventory of the run.
 
-    Writers of older timelines are refused from then on. Refused if another session began the
-    timeline. Repeated, it is answered again.
+    All other writers are refused from then on. Refused if another session began the timeline, or if
+    a start that is younger than this one, which is ``age_s`` old, began any. Repeated, it is
+    answered again.
     """
 
     run: str
-    timeline: int
-    session: str
+    writer: RunWriter
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,19 @@ class Forget:
     """Drop everything that is held of a run, in memory and on disk, and begin a timeline."""
 
     run: str
-    timeline: int
-    session: str
+    writer: RunWriter
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
     """Refuse all writers of older timelines from now on.
 
-    ``restored`` is the generation that the new timeline continues, once that is known.
+    ``restored`` is the generation that the writer's timeline continues, once that is known.
     ``roll_backs`` are all that the sender knows of, for agents that were away when they were made.
     """
 
     run: str
-    timeline: int
+    writer: RunWriter
     restored: Generation | None
     roll_backs: tuple[RollBack, ...]
 
@@ -59,7 +59,7 @@ class Fetch:
     """Bring the shard into a region on this node, from the sources that are left."""
 
     header: Header
-    writer: int
+    writer: RunWriter
     sources: tuple[Sources, ...]
     memory_bytes: int
     timeout_s: float

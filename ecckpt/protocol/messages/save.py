@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecckpt.format.fragment_file import Header
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,13 @@ class Target:
 class Protect:
     """Encode the staged shard (or take the sealed home copy) and have the targets hold it.
 
-    ``writer`` is the timeline of the sender, by which it is fenced: a restarted run also protects
-    the older generation that it restored. The shard counts as protected with ``min_fragments``
+    ``writer`` is the sender, by which it is fenced: a restarted run also protects the older
+    generation that it restored. The shard counts as protected with ``min_fragments``
     held.
     """
 
     shard: ShardId
-    writer: int
+    writer: RunWriter
     targets: tuple[Target, ...]
     min_fragments: int
     memory_bytes: int
@@ -109,7 +109,7 @@ class Hold:
     """
 
     header: Header
-    writer: int
+    writer: RunWriter
     table: bytes
     source: str
     memory_bytes: int
@@ -126,7 +126,7 @@ class Prefetch:
     """
 
     header: Header
-    writer: int
+    writer: RunWriter
     source: str
     timeout_s: float
     discard: tuple[Generation, ...]

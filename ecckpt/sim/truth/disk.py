@@ -125,7 +125,7 @@ class TruthDisk:
             return False
         # An earlier session may have died before it told of this one. The current session tells
         # agents of it as soon as it can be restored, for which k fragments are enough.
-        least = self._least if newest.timeline == message.writer else self._k
+        least = self._least if newest.timeline == message.writer.timeline else self._k
         for shard in shards:
             fragments = self._ever_written[shard] - {HOME}
             if len(fragments) < least:

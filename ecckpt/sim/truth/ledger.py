@@ -113,7 +113,7 @@ class Truth:
         A commit or ``Retain`` of the current timeline is counted.
         """
         if isinstance(event, Retain) and event.run == self.run:
-            if event.writer >= self._timeline:
+            if event.writer.timeline >= self._timeline:
                 shards = self._shards(event.generations[-1])
                 self.counts.stored += self._disk.retention_told(event, shards)
             return

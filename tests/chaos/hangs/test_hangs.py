@@ -36,7 +36,7 @@ from ecckpt.protocol.messages.restore import Fetch, Sources
 from ecckpt.protocol.messages.save import Watch
 from ecckpt.protocol.verbs import FETCH, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.builders import generation
+from tests.support.builders import generation, writer_of
 from tests.support.stored import store
 from tests.support.worlds import states_for
 
@@ -74,7 +74,7 @@ def test_a_holder_that_hangs_leaves_time_to_ask_another() -> None:
         header = next(iter(cluster.client("n5").call(INVENTORY, "test").headers))
         message = Fetch(
             header=replace(header.at(HOME), home="n5"),
-            writer=1,
+            writer=writer_of(1),
             sources=sources,
             memory_bytes=0,
             timeout_s=5.0,
@@ -145,7 +145,11 @@ def test_a_holder_that_lags_is_left_where_another_can_be_asked() -> None:
             fetched = cluster.client("n5").call(
                 FETCH,
                 Fetch(
-                    header=header, writer=1, sources=tuple(sources), memory_bytes=0, timeout_s=20.0
+                    header=header,
+                    writer=writer_of(1),
+                    sources=tuple(sources),
+                    memory_bytes=0,
+                    timeout_s=20.0,
                 ),
             )
         with Path(fetched.slot.path).open("rb") as file:
@@ -179,7 +183,11 @@ def test_one_that_refuses_at_once_makes_no_laggards_of_the_others() -> None:
             fetched = cluster.client("n5").call(
                 FETCH,
                 Fetch(
-                    header=header, writer=1, sources=tuple(sources), memory_bytes=0, timeout_s=20.0
+                    header=header,
+                    writer=writer_of(1),
+                    sources=tuple(sources),
+                    memory_bytes=0,
+                    timeout_s=20.0,
                 ),
             )
         assert not any("left behind" in problem for problem in fetched.problems)

@@ -14,7 +14,7 @@ from ecckpt.format.ids import ShardId
 from ecckpt.protocol.messages.save import Protect, Reserve, Stage, Watch
 from ecckpt.protocol.verbs import PROTECT, RESERVE, STAGE, WATCH
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.builders import generation
+from tests.support.builders import generation, writer_of
 
 
 def run(capsys, *arguments):
@@ -168,7 +168,7 @@ def _save(client, run_name, gen, *, world_size):
         PROTECT,
         Protect(
             shard=shard,
-            writer=1,
+            writer=writer_of(1),
             targets=(),
             min_fragments=0,
             memory_bytes=0,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ecckpt.errors import InvalidMessage
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation, ShardId
+from ecckpt.format.ids import Generation, RunWriter, ShardId
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.encoding import (
@@ -37,6 +37,7 @@ SCALARS = {
     str: st.text(max_size=20),
     bytes: st.binary(max_size=20),
     Generation: generations,
+    RunWriter: generations.map(lambda each: each.writer),
     Header: headers(),
     Headers: st.lists(headers(), max_size=3).map(Headers.from_headers),
 }
@@ -48,6 +49,7 @@ WRONG = {
     str: [1, None, b"x", ["x"]],
     bytes: [1, None, "x", [1]],
     Generation: [1, None, "x", "1.2.3", {}],
+    RunWriter: [1, None, "x", "1.2", "-1.", {}],
     Header: [1, None, "x", [], {}, {"run": "x"}],
 }
 NESTED = [5, True, 1.5, "x", b"x", [5.5], {"x": None}, {1: []}]
@@ -142,7 +144,9 @@ def test_a_missing_field_is_refused_by_name(kind, name):
 def test_a_field_of_the_wrong_type_is_refused_by_name(kind, name):
     hint = typing.get_type_hints(kind)[name]
     for value in WRONG.get(hint, NESTED):
-        with pytest.raises(InvalidMessage, match=rf"{kind.__name__}\.{name}|no generation"):
+        with pytest.raises(
+            InvalidMessage, match=rf"{kind.__name__}\.{name}|is no (generation|writer)"
+        ):
             unpack_message(kind, msgpack.packb(EXAMPLES[kind] | {name: value}))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ecckpt import errors
 from ecckpt.cli import main
+from ecckpt.format.ids import RunWriter
 from ecckpt.protocol.messages.restore import Begin, Forget
 from ecckpt.protocol.verbs import BEGIN, FORGET, INVENTORY
 from ecckpt.testing.local_cluster import LocalCluster
@@ -113,8 +114,8 @@ def test_a_run_that_nobody_has_is_an_error(cluster1: LocalCluster, capsys):
 
 def test_a_run_that_began_anew_meanwhile_is_not_dropped(cluster1: LocalCluster):
     client = cluster1.client("n0")
-    client.call(BEGIN, Begin(RUN, 5, "a" * 16))
+    client.call(BEGIN, Begin(RUN, RunWriter(5, "a" * 16), 0.0))
     with pytest.raises(errors.Fenced):
-        client.call(FORGET, Forget(RUN, 5, "b" * 16))
+        client.call(FORGET, Forget(RUN, RunWriter(5, "b" * 16)))
     with pytest.raises(errors.Fenced):
-        client.call(FORGET, Forget(RUN, 4, "a" * 16))
+        client.call(FORGET, Forget(RUN, RunWriter(4, "a" * 16)))

@@ -30,7 +30,7 @@ from ecckpt.protocol.messages.save import Reserve, Slot
 from ecckpt.protocol.verbs import ASSIGN, FETCH, INVENTORY, RESERVE, SLOT, TRACE
 from ecckpt.state.load import assigning
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.builders import SESSION, generation, header, inventory
+from tests.support.builders import SESSION, generation, header, inventory, writer_of
 from tests.support.commits import cluster_of
 from tests.support.performers import Performer, drive
 from tests.support.stored import shard_bytes, store
@@ -151,7 +151,7 @@ def _fetch(cluster: LocalCluster, header: Header) -> Slot:
             FETCH,
             Fetch(
                 header=header,
-                writer=1,
+                writer=writer_of(1),
                 sources=as_told(way.sources),
                 memory_bytes=0,
                 timeout_s=30.0,

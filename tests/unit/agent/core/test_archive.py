@@ -11,12 +11,13 @@ from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.storage.disk import DiskFile
 from ecckpt.errors import DiskFull, Fenced, InvalidMessage, MemoryBudgetTooSmall
 from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import RunWriter
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.disk import Piece, Retain, Store, Stored
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.restore import Begin, Fence, Forget
 from ecckpt.protocol.messages.save import Commit
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 from tests.support.hands import BUDGET, NEW, OLD, Hands, commit, hold, reserve, take
 
 NEWER = generation(1, 11)
@@ -64,7 +65,7 @@ def store(hands, gen=NEW, *, discard=()):
 
 
 def retain(hands, *gens, writer=1):
-    hands.tell(Retain("test", writer, gens))
+    hands.tell(Retain("test", writer_of(writer), gens))
     return hands.answers.pop().message
 
 
@@ -150,7 +151,7 @@ def test_what_is_staged_and_not_sealed_is_not_stored(hands):
 
 
 def test_an_older_timeline_is_fenced_off(hands):
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     with pytest.raises(Fenced):
         store(hands, NEW)
     with pytest.raises(Fenced):
@@ -271,7 +272,7 @@ def test_what_is_older_goes_when_something_newer_is_on_disk_everywhere(hands):
 def test_it_goes_after_that_is_noted(hands):
     put_on_disk(hands, OLD, NEW)
     hands.writes = False
-    hands.tell(Retain("test", 1, (NEW,)))
+    hands.tell(Retain("test", writer_of(1), (NEW,)))
     assert removed(hands) == []
     hands.end(act.Remember)
     assert [type(each) for each in hands.todo] == [act.Record, act.Remove]
@@ -297,7 +298,7 @@ def test_what_was_given_up_goes_but_never_what_is_stored(hands):
 def test_what_the_run_went_back_to_stays_until_something_newer_is_stored(hands):
     put_on_disk(hands, OLD, NEW)
     retain(hands, OLD, NEW)
-    hands.ask(Fence("test", 2, OLD, (RollBack(2, OLD),)))
+    hands.ask(Fence("test", writer_of(2), OLD, (RollBack(2, OLD),)))
     retain(hands, NEW, writer=2)
     assert removed(hands) == []
     back = generation(2, 10)
@@ -309,9 +310,9 @@ def test_what_the_run_went_back_to_stays_until_something_newer_is_stored(hands):
 def test_in_memory_too(hands):
     hold_two(hands, NEW)
     hands.ask(commit(NEW))
-    hands.ask(Fence("test", 2, OLD, (RollBack(2, OLD),)))
+    hands.ask(Fence("test", writer_of(2), OLD, (RollBack(2, OLD),)))
     assert take(hands, hold(2, gen=OLD, writer=2)) == ""
-    hands.ask(Fence("test", 2, None, (RollBack(3, OLD),)))  # something to note
+    hands.ask(Fence("test", writer_of(2), None, (RollBack(3, OLD),)))  # something to note
     assert (OLD, 0, 2) in hands.held()
     assert take(hands, hold(3, gen=generation(2, 10), writer=2)) == ""
     hands.ask(commit(generation(2, 10)))
@@ -322,12 +323,12 @@ def test_where_there_is_no_room_attempts_of_older_timelines_go_first(hands):
     put_on_disk(hands, OLD, NEW)
     retain(hands, OLD)
     full = DiskFull("/disk", need_bytes=2, free_bytes=1)
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     hold_two(hands, generation(2, 11))
     store(hands, generation(2, 11))
     written(hands, error=full)  # before it is known what the timeline continues
     assert removed(hands) == []
-    hands.ask(Fence("test", 2, OLD, ()))
+    hands.ask(Fence("test", writer_of(2), OLD, ()))
     written(hands, error=full)
     assert removed(hands) == [NEW]
     write = hands.next(act.Write)
@@ -341,7 +342,7 @@ def test_and_what_somebody_left_on_purpose(hands):
     retain(hands, OLD, NEW)
     full = DiskFull("/disk", need_bytes=2, free_bytes=1)
     for number, (roll_backs, gone) in enumerate((((), []), ((RollBack(2, OLD),), [NEW]))):
-        hands.ask(Fence("test", 2, OLD, roll_backs))
+        hands.ask(Fence("test", writer_of(2), OLD, roll_backs))
         gen = generation(2, 20 + number)
         assert take(hands, hold(2, gen=gen, writer=2)) == ""
         store(hands, gen)
@@ -367,7 +368,7 @@ def test_what_is_being_written_when_a_run_is_forgotten_goes_when_it_is_there(han
     hold_two(hands)
     hands.ask(Commit("test", NEW))
     store(hands)
-    assert hands.ask(Forget("test", 2, "one")) == Done()
+    assert hands.ask(Forget("test", RunWriter(2, "1" * 16))) == Done()
     assert removed(hands) == [OLD]
     written(hands)
     assert removed(hands) == [NEW]
@@ -379,8 +380,8 @@ def test_what_is_being_written_when_a_run_is_forgotten_goes_when_it_is_there(han
 
 
 def test_what_a_new_run_of_the_name_stores_stays(hands):
-    hands.ask(Forget("test", 2, "one"))
-    hands.ask(Begin("test", 3, "two"))
+    hands.ask(Forget("test", RunWriter(2, "1" * 16)))
+    hands.ask(Begin("test", writer_of(3), 0.0))
     put_on_disk(hands, generation(3, 1))
     assert on_disk(hands) == [(generation(3, 1), 2), (generation(3, 1), 3)]
     assert removed(hands) == []

@@ -16,7 +16,7 @@ from ecckpt.format.fragment_file import HOME
 from ecckpt.protocol.messages.node import Done
 from ecckpt.protocol.messages.restore import Assign, Fence, Fetch
 from ecckpt.protocol.messages.save import Held, Hold, Stage
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 from tests.support.hands import (
     BUDGET,
     NEW,
@@ -99,7 +99,7 @@ def test_each_rank_has_a_reserved_slot_of_its_own(hands):
 
 def test_a_slot_reserved_by_an_older_timeline_is_gone(hands):
     slot = hands.ask(reserve())
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     assert [each.region.name for each in hands.took(act.Discard)] == [slot.region]
     with pytest.raises(Fenced):
         hands.tell(Stage(slot.header, slot.region))
@@ -134,7 +134,7 @@ def test_a_slot_for_a_fragment_or_beyond_the_budget_is_refused_at_once(hands):
 
 def test_a_slot_whose_writer_was_fenced_meanwhile_is_not_given(hands):
     hands.tell(reserve())
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     hands.end(act.Allocate)
     assert isinstance(hands.answers.pop().error, Fenced)
     assert len(hands.took(act.Recycle)) == 1
@@ -155,7 +155,7 @@ def test_room_is_made_of_an_abandoned_timeline_only(hands):
     hands.tell(reserve(generation(2, 301)))
     hands.end(act.Allocate, error=full)
     assert hands.answers.pop().error is full  # where the run went back to is not known
-    hands.ask(Fence("test", 2, generation(1, 300), ()))
+    hands.ask(Fence("test", writer_of(2), generation(1, 300), ()))
     hands.tell(reserve(generation(2, 301)))
     hands.end(act.Allocate, error=full)
     assert len(hands.took(act.Recycle)) == 1
@@ -351,7 +351,7 @@ def test_a_second_pull_may_be_right(hands):
 def test_a_fragment_of_a_writer_fenced_meanwhile_is_not_kept(hands):
     hands.ask(hold())
     hands.end(act.Allocate)
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     hands.end(act.Pull, 0)
     assert "fenced off" in hands.end(act.Post).message.problem
     assert not hands.took(act.Seal)
@@ -385,7 +385,7 @@ def test_what_makes_no_sense_is_not_held(hands):
         hands.tell(
             Hold(
                 header=message.header,
-                writer=1,
+                writer=writer_of(1),
                 table=message.table[:-1],
                 source="n0:1",
                 memory_bytes=0,
@@ -409,7 +409,11 @@ def test_a_fragment_may_take_the_place_of_what_its_rank_gave_up(hands):
 
 def fetch(writer=1):
     return Fetch(
-        header=header(gen=NEW), writer=writer, sources=(), memory_bytes=BUDGET, timeout_s=30.0
+        header=header(gen=NEW),
+        writer=writer_of(writer),
+        sources=(),
+        memory_bytes=BUDGET,
+        timeout_s=30.0,
     )
 
 
@@ -440,7 +444,7 @@ def test_a_fetch_whose_writer_was_fenced_meanwhile_is_not_kept(hands):
     hands.tell(fetch())
     hands.end(act.Allocate)
     hands.end(act.Allocate)
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     hands.end(act.Gather, act.Gathered(table_of(header()), 7, 1, ()))
     assert isinstance(hands.answers.pop().error, Fenced)
     assert len(hands.took(act.Recycle)) == 2
@@ -463,7 +467,7 @@ def test_so_many_fetches_at_a_time(hands):
     "late", [hold(writer=1), protect(writer=1), fetch(1), reserve(), commit(NEW)]
 )
 def test_no_request_of_an_older_timeline_changes_anything(hands, late):
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     with pytest.raises(Fenced):
         hands.tell(late)
     assert not hands.todo
@@ -489,7 +493,7 @@ def test_a_commit_of_what_this_node_has_nothing_of_drops_nothing(hands):
     hands.ask(commit(LATER))
     assert hands.held() == [(OLD, 0, 2)]
     take(hands, hold(gen=NEW))
-    hands.ask(Fence("test", 1, None, ()))  # something else happens
+    hands.ask(Fence("test", writer_of(1), None, ()))  # something else happens
     assert hands.held() == [(OLD, 0, 2), (NEW, 0, 2)]
 
 
@@ -502,5 +506,5 @@ def test_a_commit_that_is_known_is_answered_at_once(hands):
 
 def test_a_newer_timeline_lets_slots_go_that_nobody_sealed(hands):
     hands.ask(reserve())
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     assert len(hands.took(act.Discard)) == 1

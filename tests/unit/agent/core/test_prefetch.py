@@ -7,9 +7,10 @@ from ecckpt.agent.core import actions as act
 from ecckpt.agent.core import prefetch as room
 from ecckpt.errors import EcckptError, Fenced, InvalidMessage, MemoryBudgetTooSmall, NotHeld
 from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import RunWriter
 from ecckpt.protocol.messages.restore import Fence, Forget
 from ecckpt.protocol.messages.save import Prefetch
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 from tests.support.hands import NEW, OLD, Hands, commit, hold, protect, reserve, stage, state
 
 LARGE = {"shard_bytes": 100_000, "block_bytes": 4096}
@@ -27,7 +28,7 @@ def hands():
 def prefetch(index=2, *, writer=1, discard=(), timeout_s=60.0, **fields):
     return Prefetch(
         header=header(index, **LARGE | {"gen": NEW} | fields),
-        writer=writer,
+        writer=writer_of(writer),
         source="n0:1",
         timeout_s=timeout_s,
         discard=discard,
@@ -253,7 +254,7 @@ def test_what_makes_no_sense_is_refused(hands):
     for index in (HOME, 3):
         with pytest.raises(InvalidMessage, match="only data fragments exist"):
             hands.tell(prefetch(index))
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     with pytest.raises(Fenced):
         hands.tell(prefetch())
     assert not hands.todo
@@ -264,7 +265,7 @@ def test_what_makes_no_sense_is_refused(hands):
 
 
 def forget(hands):
-    hands.ask(Forget("test", 2, "0" * 16))
+    hands.ask(Forget("test", RunWriter(2, "0" * 16)))
 
 
 def passes(hands):
@@ -277,7 +278,7 @@ ENDS = {
     "deadline": passes,
     "commit": lambda hands: hands.ask(commit(NEW)),
     "newer commit": lambda hands: hands.ask(commit(generation(1, 11))),
-    "fence": lambda hands: hands.ask(Fence("test", 2, None, ())),
+    "fence": lambda hands: hands.ask(Fence("test", writer_of(2), None, ())),
     "forget": forget,
     "given up": lambda hands: hands.ask(
         prefetch(index=0, gen=generation(1, 11), discard=(NEW,), rank=0)
@@ -320,7 +321,7 @@ def test_other_ranks_and_runs_keep_theirs(hands):
     fetched(hands, prefetch(rank=1))
     fetched(hands, prefetch(run="other"))
     hands.ask(prefetch(gen=generation(1, 11)))
-    hands.ask(Fence("third", 5, None, ()))
+    hands.ask(Fence("third", writer_of(5), None, ()))
     hands.ask(commit(OLD))
     assert len(kept(hands)) == 4  # the third is on its way, and counts twice
 
@@ -350,7 +351,7 @@ def test_room_is_made_of_that_run_where_its_budget_is_the_limit(hands):
 def test_a_writer_fenced_after_it_was_asked_for_is_not_kept(hands):
     hands.ask(prefetch())
     hands.ask(ask())
-    hands.ask(Fence("test", 2, None, ()))
+    hands.ask(Fence("test", writer_of(2), None, ()))
     hands.end(act.Pull, 0)
     assert "fenced off" in held(hands)
     assert hands.held() == []

@@ -12,7 +12,7 @@ from ecckpt.policy.sizing import parity_region_bytes, steady_bytes
 from ecckpt.protocol.messages.repair import Guard, Member, Presence, Probe
 from ecckpt.protocol.messages.restore import Fence, Fetch
 from ecckpt.protocol.messages.save import Held, Protect
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 from tests.support.hands import BUDGET, NEW, Hands, commit, held, hold, protect, scattering, stage
 
 SHARD = header(gen=NEW).shard
@@ -24,7 +24,7 @@ def guard(spares=0, *, writer=1, memory_bytes=BUDGET, holders=5):
     members = tuple(Member(name, name, f"{name}:1") for name in names)
     return Guard(
         run="test",
-        writer=writer,
+        writer=writer_of(writer),
         members=members,
         holders=holders,
         local_ranks=1,
@@ -272,7 +272,7 @@ def test_one_shard_after_another():
     hands.tell(
         Protect(
             shard=shard,
-            writer=1,
+            writer=writer_of(1),
             targets=protect().targets,
             min_fragments=3,
             memory_bytes=BUDGET,
@@ -410,7 +410,7 @@ def test_holders_keep_what_their_next_save_takes():
 def test_while_a_restart_is_under_way_nothing_is_asked_or_repaired():
     group = Group()
     group.has["h1"] = set()
-    group.hands.ask(Fence("test", 2, None, ()))
+    group.hands.ask(Fence("test", writer_of(2), None, ()))
     group.round(3)
     assert group.asked == []
     group.hands.ask(guard(writer=2))
@@ -423,9 +423,15 @@ def test_while_a_restart_is_under_way_nothing_is_asked_or_repaired():
 def test_what_the_run_went_back_to_is_guarded_too():
     group = Group()
     older = generation(1, 5)
-    group.hands.ask(Fence("test", 2, older, ()))
+    group.hands.ask(Fence("test", writer_of(2), older, ()))
     group.hands.tell(
-        Fetch(header=header(gen=older), writer=2, sources=(), memory_bytes=BUDGET, timeout_s=60.0)
+        Fetch(
+            header=header(gen=older),
+            writer=writer_of(2),
+            sources=(),
+            memory_bytes=BUDGET,
+            timeout_s=60.0,
+        )
     )
     group.hands.end(act.Allocate)
     group.hands.end(act.Allocate)
@@ -487,7 +493,7 @@ def test_a_single_node_has_nothing_to_watch():
     group.hands.ask(
         Guard(
             run="test",
-            writer=1,
+            writer=writer_of(1),
             members=(),
             holders=0,
             local_ranks=1,

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.agent.storage.region import Region
-from ecckpt.errors import Fenced
+from ecckpt.errors import Fenced, OlderStart
 from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import RunWriter
 from ecckpt.policy.rollbacks import RollBack
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 
 STEPS = [8, 9, 10, 99, 100, 999_999, 1_000_000, 10_000_000]
 
@@ -139,36 +140,67 @@ def test_slots_that_nobody_sealed_or_works_on_are_unfinished():
 def test_an_older_writer_is_fenced_off_with_both_numbers():
     ledger = RunRecord(run="test", fence=3)
     with pytest.raises(Fenced, match="timeline 2 is fenced off: timeline 3") as caught:
-        ledger.admit(2)
+        ledger.admit(writer_of(2))
     assert (caught.value.timeline, caught.value.current) == (2, 3)
     assert ledger.fence == 3
 
 
 def test_the_first_writer_of_a_newer_timeline_is_news():
     ledger = RunRecord(run="test", fence=3)
-    assert [ledger.admit(writer) for writer in (3, 4, 4, 7)] == [False, True, False, True]
+    assert [ledger.admit(writer_of(writer)) for writer in (3, 4, 4, 7)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert ledger.fence == 7
 
 
 def test_of_two_starts_at_most_one_begins_a_timeline():
     ledger = RunRecord(run="test", fence=3)
-    assert ledger.begin_timeline(4, "one")
-    assert not ledger.begin_timeline(4, "one")  # asked again
+    assert ledger.begin_timeline(RunWriter(4, "one"), 0.0)
+    assert not ledger.begin_timeline(RunWriter(4, "one"), 0.0)  # asked again
     with pytest.raises(Fenced, match="timeline 4 is fenced off: timeline 4"):
-        ledger.begin_timeline(4, "two")
-    assert ledger.begin_timeline(5, "two")
+        ledger.begin_timeline(RunWriter(4, "two"), 0.0)
+    assert ledger.begin_timeline(RunWriter(5, "two"), 0.0)
     with pytest.raises(Fenced):
-        ledger.begin_timeline(4, "one")
-    assert ledger.admit(6)  # by word of its writers: whose it is this node does not know
-    assert not ledger.begin_timeline(6, "one")
+        ledger.begin_timeline(RunWriter(4, "one"), 0.0)
+    assert ledger.reach(6)  # by a file that was found: whose it is this node does not know
+    assert not ledger.begin_timeline(RunWriter(6, "one"), 0.0)
     with pytest.raises(Fenced):
-        ledger.begin_timeline(6, "two")
+        ledger.begin_timeline(RunWriter(6, "two"), 0.0)
+
+
+def test_a_start_that_is_older_than_the_one_that_began_is_refused():
+    ledger = RunRecord(run="test", fence=3)
+    ledger.begin_timeline(RunWriter(4, "new"), 100.0)
+    with pytest.raises(OlderStart, match="younger than this one began timeline 4"):
+        ledger.begin_timeline(RunWriter(5, "old"), 99.0)
+    assert ledger.fence == 4
+    ledger.begin_timeline(RunWriter(4, "new"), 99.5)  # the first time its message took longer
+    with pytest.raises(OlderStart):
+        ledger.begin_timeline(RunWriter(5, "old"), 99.0)
+    assert ledger.begin_timeline(RunWriter(5, "younger"), 99.8)
+    ledger.admit(RunWriter(6, "unknown"))  # when that was started this node does not know
+    assert ledger.begin_timeline(RunWriter(7, "old"), 99.0)
+
+
+def test_of_two_sessions_on_one_timeline_a_node_hears_one():
+    ledger = RunRecord(run="test", fence=3)
+    ledger.begin_timeline(RunWriter(4, "one"), 0.0)
+    for writer in (RunWriter(4, "two"), RunWriter(3, "one")):
+        with pytest.raises(Fenced):
+            ledger.admit(writer)
+    assert not ledger.admit(RunWriter(4, "one"))
+    assert not ledger.admit(RunWriter(4, ""))  # a repair by hand is nobody's in particular
+    with pytest.raises(Fenced):
+        ledger.commit(generation(4, 9, "2" * 16))
 
 
 def test_nothing_is_outdated_while_a_restart_chooses():
     older, newer = generation(1, 8), generation(1, 9)
     ledger = ledger_with(older, newer)
-    ledger.begin_timeline(2, "one")
+    ledger.begin_timeline(RunWriter(2, "one"), 0.0)
     ledger.committed = newer  # this node hears of it only now
     ledger.noted = ledger.notes
     assert ledger.outdated() == []
@@ -232,7 +264,7 @@ def test_what_older_timelines_left_goes_but_not_what_the_run_stands_on():
     assert ledger.leftover() == []  # where the run went back to is not known
     ledger.went_on_from(point)
     assert generations_of(ledger.leftover()) == [failed, tail]
-    assert ledger.admit(3)
+    assert ledger.admit(writer_of(3))
     assert ledger.leftover() == []  # that was another restart
 
 

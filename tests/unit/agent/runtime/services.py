@@ -12,7 +12,7 @@ from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES
 from ecckpt.protocol.messages.disk import Store
 from ecckpt.protocol.messages.restore import Fence
 from ecckpt.protocol.messages.save import Commit, Reserve
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 
 BUDGET = 64 << 20
 OLD, NEW = generation(1, 9), generation(1, 10)
@@ -44,7 +44,7 @@ def commit(agent, gen, run="test"):
 
 
 def fence(agent, timeline, restored=None, *, run="test", roll_backs=()):
-    agent.fence(Fence(run, timeline, restored, tuple(roll_backs)))
+    agent.fence(Fence(run, writer_of(timeline), restored, tuple(roll_backs)))
 
 
 def room(agent, run, size_bytes, *, budget_bytes=BUDGET, task=None):

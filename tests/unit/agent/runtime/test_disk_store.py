@@ -17,7 +17,7 @@ from ecckpt.errors import InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, pack_superblock
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.disk import Piece, Retain, Store
-from tests.support.builders import generation, header
+from tests.support.builders import generation, header, writer_of
 from tests.unit.agent.runtime.services import (
     NEW,
     OLD,
@@ -71,7 +71,7 @@ def test_all_comes_back_without_memory(agent, tmp_path):
     entries = [keep(agent), keep(agent, 2, rank=1), keep(agent, 4, rank=2)]
     wholes = [content(entry) for entry in entries]
     assert store(agent).problems == ()
-    agent.retain(Retain("test", 1, (NEW,)))
+    agent.retain(Retain("test", writer_of(1), (NEW,)))
     fence(agent, 4, NEW, roll_backs=[RollBack(3, OLD)])
     settle(agent)
     later = after_power_loss(agent, tmp_path)
@@ -134,7 +134,7 @@ def test_a_commit_in_memory_leaves_the_disk_alone(agent):
     assert held(agent) == [(NEW, 0, HOME)]
     assert on_disk(agent) == [(OLD, 0, HOME)]
     store(agent)
-    agent.retain(Retain("test", 1, (NEW,)))
+    agent.retain(Retain("test", writer_of(1), (NEW,)))
     settle(agent)
     assert on_disk(agent) == [(NEW, 0, HOME)]
     assert [path.name.split(".")[1] for path in agent._disk.tier.found()] == ["10"]
@@ -162,7 +162,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(agent, monkeypatch):
     with pytest.raises(MemoryBudgetTooSmall):  # there is no more to take back
         stage(agent, gen=generation(1, 11), budget_bytes=budget_bytes, rank=1, **size)
     fence(agent, 2, NEW)
-    agent.retain(Retain("test", 2, (NEW,)))
+    agent.retain(Retain("test", writer_of(2), (NEW,)))
     assert agent.status()["runs"]["test"]["disk_waiting_bytes"] == old.header.file_bytes
     free.set()
     settle(agent)

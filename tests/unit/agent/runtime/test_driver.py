@@ -11,7 +11,7 @@ from ecckpt.agent.core.actions import Due, Scrubbing
 from ecckpt.agent.runtime.driver import _Alarm
 from ecckpt.format.fragment_file import pack_table
 from ecckpt.protocol.messages.save import Hold
-from tests.support.builders import header, table_of
+from tests.support.builders import header, table_of, writer_of
 from tests.unit.agent.runtime.services import start
 
 
@@ -42,7 +42,7 @@ def test_what_needs_a_thread_is_done_by_one_that_is_there(tmp_path, monkeypatch)
     agent.hold(
         Hold(
             header=head,
-            writer=1,
+            writer=writer_of(1),
             table=table,
             source="127.0.0.1:1",
             memory_bytes=0,

@@ -30,7 +30,7 @@ from ecckpt.protocol.messages.save import (
 )
 from ecckpt.protocol.verbs import COMMIT, HOLD, INVENTORY, PREFETCH, PROTECT, RESERVE, STAGE, WATCH
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.builders import generation, header, table_of
+from tests.support.builders import generation, header, table_of, writer_of
 
 INDEX, BLOCK = 1, 4096
 
@@ -116,7 +116,9 @@ class Holding:
         head, *_ = self._home.shard(step)
         self.client.call(
             PREFETCH,
-            Prefetch(header=head, writer=1, source=self._address, timeout_s=30.0, discard=()),
+            Prefetch(
+                header=head, writer=writer_of(1), source=self._address, timeout_s=30.0, discard=()
+            ),
         )
 
     def hold(self, step: int) -> None:
@@ -126,7 +128,7 @@ class Holding:
             HOLD,
             Hold(
                 header=head,
-                writer=1,
+                writer=writer_of(1),
                 table=table,
                 source=self._address,
                 memory_bytes=0,
@@ -190,7 +192,7 @@ def test_a_home_gives_nothing_early_that_is_not_being_encoded(cluster1: LocalClu
         PROTECT,
         Protect(
             shard=head.shard,
-            writer=1,
+            writer=writer_of(1),
             targets=(),
             min_fragments=0,
             memory_bytes=0,

@@ -24,6 +24,7 @@ from ecckpt.format.fragment_file import (
     pack_superblock,
     parse_table,
 )
+from ecckpt.format.ids import RunWriter
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.sizing import parity_region_bytes, steady_bytes
 from ecckpt.protocol.messages.disk import Verify
@@ -705,13 +706,13 @@ def test_notes_have_room_in_a_tmpfs_that_is_full(tmp_path, what):
         home = keep(agent)
         fill(folder, what)
         for timeline in range(2, 12):
-            agent.begin(Begin("test", timeline, f"{timeline:016x}"))
+            agent.begin(Begin("test", RunWriter(timeline, f"{timeline:016x}"), 0.0))
             fill(folder, what)  # the other program takes all that is given back
         found = again(agent)
         assert ledger(found).fence == 11
         assert held(found) == [(NEW, 0, HOME)]
         assert found.slot(home.header.shard).region == home.region.name
-        found.begin(Begin("test", 12, "a" * 16))
+        found.begin(Begin("test", RunWriter(12, "a" * 16), 0.0))
         assert ledger(again(found)).fence == 12
 
 
@@ -729,7 +730,7 @@ def test_a_file_that_cannot_be_read_concerns_only_the_run_in_its_name(agent, roo
     for run in ("other", "new"):
         assert not found.inventory(run).rejected
     assert set(found.status()["runs"]) == {"mine", "other", "third"}
-    found.begin(Begin("mine", 2, "a" * 16))
+    found.begin(Begin("mine", RunWriter(2, "a" * 16), 0.0))
     assert found.inventory("mine").rejected  # also when the run has a record by now
 
 

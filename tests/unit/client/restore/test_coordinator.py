@@ -11,6 +11,7 @@ from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Outcome, Wanted
 from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff, revive
 from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import RunWriter
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.policy.survival import UNREAD_DISK
 from ecckpt.protocol.messages.restore import Begin
@@ -49,10 +50,10 @@ class Lead(Performer):
         return [each for each in self.done if isinstance(each, CallAgents) and each.verb is verb]
 
     def timelines(self):
-        return [each.message.timeline for each in self.asked(BEGIN)]
+        return [each.message.writer.timeline for each in self.asked(BEGIN)]
 
     def _begin(self, effect):
-        node, timeline = effect.node, effect.message.timeline
+        node, timeline = effect.node, effect.message.writer.timeline
         self._answer_or_not(node)
         if timeline < self.fences[node]:
             raise Fenced(timeline=timeline, current=self.fences[node])
@@ -70,8 +71,8 @@ class Lead(Performer):
 
     def _fence(self, effect):
         self._answer_or_not(effect.node)
-        if self.fences[effect.node] > effect.message.timeline:
-            raise Fenced(timeline=effect.message.timeline, current=self.fences[effect.node])
+        if self.fences[effect.node] > effect.message.writer.timeline:
+            raise Fenced(timeline=effect.message.writer.timeline, current=self.fences[effect.node])
 
     def _answer_or_not(self, node):
         if node in self.silent:
@@ -95,7 +96,7 @@ def test_it_is_above_all_that_anybody_knows():
     assert (order.timeline, order.header) == (8, None)
     assert lead.timelines() == [8]
     (asked,) = lead.asked(BEGIN)
-    assert asked.message == Begin("test", 8, SESSION)
+    assert asked.message == Begin("test", RunWriter(8, SESSION), lead.now_s)
     assert (list(asked.nodes), asked.patience_s) == (NODES, 7.0)
     assert lead.asked(INVENTORY) == []
 
@@ -110,8 +111,8 @@ def test_a_refusal_that_does_not_tell_the_fence_is_tried_above_the_last_number()
     lead = Lead(fences={"n3": 3})
     lead.answers[BEGIN] = lambda effect: (
         revive("Fenced", "newer", {})
-        if effect.node == "n3" and effect.message.timeline < 3
-        else inventory(effect.node, fence=effect.message.timeline)
+        if effect.node == "n3" and effect.message.writer.timeline < 3
+        else inventory(effect.node, fence=effect.message.writer.timeline)
     )
     assert lead.order(known=[1])[0].timeline == 3
     assert lead.timelines() == [2, 3]
@@ -128,7 +129,7 @@ def test_it_ends_where_others_are_faster():
     begin = lead.answers[BEGIN]
 
     def faster(effect):
-        lead.fences["n2"] = effect.message.timeline + 1
+        lead.fences["n2"] = effect.message.writer.timeline + 1
         return begin(effect)
 
     lead.answers[BEGIN] = faster
@@ -243,7 +244,7 @@ def test_agents_are_told_once_and_behind_the_restore():
     for _ in range(2):
         lead.run(lead.coordinator.tell())
     (told,) = lead.asked(FENCE)
-    assert (told.message.timeline, told.message.restored) == (2, gen)
+    assert (told.message.writer, told.message.restored) == (RunWriter(2, SESSION), gen)
 
 
 def test_a_roll_back_by_name_is_told_before_anything_is_loaded():
@@ -324,7 +325,7 @@ def test_an_agent_whose_memory_tells_what_its_disk_has_is_not_waited_for():
     lead.answers[BEGIN] = lambda effect: inventory(
         effect.node,
         lead.held.get("n0", []) if effect.node == "n0" else [],
-        fence=effect.message.timeline,
+        fence=effect.message.writer.timeline,
         rejected={UNREAD_DISK: "still being read"} if effect.node == "n0" else {},
     )
     assert lead.order()[0].header.shard.generation == gen

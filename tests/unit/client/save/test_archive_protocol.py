@@ -13,7 +13,8 @@ from ecckpt.policy.retention import Keep
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.disk import Piece, Store, Stored
 from ecckpt.protocol.verbs import RETAIN, STORE
-from tests.support.builders import generation
+from tests.support.builders import generation, writer_of
+from tests.support.commits import cluster_of
 from tests.support.performers import Performer, drive
 
 GEN = generation()
@@ -55,7 +56,7 @@ class Client(Performer):
 
     def __init__(self, peers, disks, *, stored=(), seen=None, roll_backs=(), timeline=3):
         super().__init__()
-        self.peers, self.archivist = peers, Archivist("test", tuple(peers), disks)
+        self.peers, self.archivist = peers, Archivist(cluster_of(nodes=tuple(peers)), disks)
         self.answers[STORE] = lambda effect: peers[effect.node].store(effect.message)
         self.answers[RETAIN] = lambda effect: peers[effect.node].retain(effect.message)
         there = OnDisk(stored, stored if seen is None else seen)
@@ -109,7 +110,7 @@ def test_when_every_shard_is_on_enough_disks_all_are_told():
     peers = whole()
     run(peers, GEN)
     assert told(peers) == [(GEN,)]
-    assert {each.retained[0].writer for each in peers.values()} == {3}
+    assert {each.retained[0].writer for each in peers.values()} == {writer_of(3)}
     assert {each.asked[0] for each in peers.values()} == {Store("test", GEN, 7, ())}
 
 
@@ -299,7 +300,7 @@ def test_an_agent_that_cannot_be_told_what_is_stored_is_named():
 
 def test_one_that_never_began_is_done():
     archivist = Archivist(
-        "test", ("n0",), Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3)
+        cluster_of(nodes=("n0",)), Disks(every=1, keep=Keep(), budget_bytes=7, ranks=2, least=3)
     )
     assert archivist.is_done
     assert not archivist.is_begun

@@ -38,7 +38,7 @@ from ecckpt.policy.on_disk import OnDisk
 from ecckpt.policy.survival import Inventory
 from ecckpt.protocol.messages.save import Progress, Slot, Target
 from ecckpt.protocol.verbs import GUARD, INVENTORY, PROTECT, RESERVE, STAGE, STORE, WATCH
-from tests.support.builders import SESSION, generation, inventory
+from tests.support.builders import SESSION, generation, inventory, writer_of
 from tests.support.commits import cluster_of, config_of
 from tests.support.performers import Clock, Performer, Store, drive
 
@@ -190,7 +190,7 @@ def test_the_agent_is_asked_to_guard_what_it_has_after_each_commit_and_it_is_no_
     rank.answers[GUARD] = GONE
     rank.saved(1)
     drive([rank], lambda: len(rank.calls(GUARD)) == 2)
-    assert {each.message.writer for each in rank.calls(GUARD)} == {5}
+    assert {each.message.writer for each in rank.calls(GUARD)} == {writer_of(5)}
     assert "no agent watches the holders until the next save" in rank.log()[0]
 
 
@@ -348,7 +348,7 @@ def test_lost_fragments_of_what_was_restored_are_made_again_and_no_rank_is_count
     rank.run(rank.saver.protect_again(head, (Target(1, "n2", "n2:1"),), handle))
     drive([rank], lambda: handle.left)
     (protect,) = rank.calls(PROTECT)
-    assert (protect.message.writer, protect.message.min_fragments) == (5, 0)
+    assert (protect.message.writer, protect.message.min_fragments) == (writer_of(5), 0)
     assert handle.committed
     assert not [each for each in rank.steps() if each.startswith("Store")]
     assert len(rank.calls(RESERVE)) == 0

@@ -20,7 +20,7 @@ from ecckpt.protocol.messages.restore import Fence
 from ecckpt.protocol.messages.save import Reserve, Slot, Stage
 from ecckpt.protocol.verbs import FENCE, RESERVE, STAGE
 from ecckpt.testing.local_cluster import LocalCluster
-from tests.support.builders import generation, header
+from tests.support.builders import generation, header, writer_of
 from tests.support.performers import Choose, Performer, drive, explore
 from tests.support.worlds import World, same_state, states_for, stopped
 
@@ -338,5 +338,5 @@ def test_the_next_writer_takes_the_slot_of_a_dead_one_away(cluster1: LocalCluste
     again = client.call(RESERVE, wished)
     assert [path.stem for path in regions.iterdir()] == [again.region] != [slot.region]
     client.call(STAGE, Stage(wished.header, again.region))
-    client.call(FENCE, Fence("test", 2, None, ()))
+    client.call(FENCE, Fence("test", writer_of(2), None, ()))
     assert list(regions.iterdir()) == []
