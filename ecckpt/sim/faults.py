@@ -32,6 +32,8 @@ class Faults:
             connection of that host breaks, for at most ``store_break_s``.
         bulk: the share of hosts that come back with a network which passes small messages and no
             fragments, as with a wrong MTU or a bad cable, for at most ``bulk_s``; one at a time.
+        late_start: the probability that a start is stopped before it restores. The launcher starts
+            the run anew at once; the ranks of the first go on within ``late_start_s``.
     """
 
     drop: float = 0.0
@@ -65,6 +67,22 @@ class Faults:
     store_break_s: float = 0.0
     bulk: float = 0.0
     bulk_s: float = 0.0
+    late_start: float = 0.0
+    late_start_s: float = 0.0
+
+    @property
+    def keeps_order_of_starts(self) -> bool:
+        """Whether every agent hears of every start, and at once."""
+        hides = (
+            self.drop,
+            self.late,
+            self.partition_every_s,
+            self.agent_kill_every_s,
+            self.agent_stall_every_s,
+            self.host_loss_every_s,
+            self.power_every_s,
+        )
+        return not any(hides)
 
     @property
     def of_disks_alone(self) -> bool:
@@ -81,6 +99,7 @@ class Faults:
             "reboot",
             "store_break_s",
             "bulk_s",
+            "late_start",
         )
         drawn = [field.name for field in fields(self) if getattr(self, field.name)]
         on_disk = any(name.startswith("disk_") for name in drawn)
@@ -135,4 +154,6 @@ def draw(rng: Random) -> Faults:
         store_break_s=rng.uniform(1.0, 30.0),
         bulk=rng.choice([0.0, 0.3]),
         bulk_s=rng.uniform(1.0, 60.0),
+        late_start=rng.choice([0.0, 0.3]),
+        late_start_s=rng.uniform(5.0, 60.0),
     )

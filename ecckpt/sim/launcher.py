@@ -17,6 +17,7 @@ from ecckpt.sim.session import Session
 from ecckpt.sim.trainer import Trainer
 from ecckpt.sim.truth.counts import Counts
 from ecckpt.sim.truth.ledger import Truth
+from ecckpt.sim.truth.starts import TruthStarts
 from ecckpt.sim.world import Actor, Steps, sleep
 
 
@@ -53,6 +54,7 @@ class Launcher(Actor):
         self._ended: set[int] = set()  # ranks of the current session
         # Also trainers of earlier sessions that the launcher could not reach and that still run.
         self._started: list[Trainer] = []
+        self._starts = TruthStarts()
         self.truth = self._new_run()
 
     @property
@@ -83,6 +85,8 @@ class Launcher(Actor):
             if len(hosts) <= self._code.holders or 2 * len(hosts) < self._ranks_now():
                 yield sleep(2.0)
                 continue
+            if self.world.chance(self._cluster.network.faults.late_start):
+                self._start_late(self._new_session(hosts))
             self.session = session = self._new_session(hosts)
             self._start_ranks(session)
             while not (self._ended or any(not member.alive for member in self.members)):
@@ -121,6 +125,14 @@ class Launcher(Actor):
         for member in self.members:
             member.spawn(member.main(), ended=lambda _, rank=member.rank: ended.add(rank))  # type: ignore[misc]
 
+    def _start_late(self, session: Session) -> None:
+        """Start the ranks of a session that is replaced before it restores; they go on later."""
+        late_s = self.world.rng.uniform(0.0, self._cluster.network.faults.late_start_s)
+        for rank, home in enumerate(session.homes):
+            trainer = Trainer(session, rank, session.hosts[home])
+            self._started.append(trainer)
+            trainer.spawn(trainer.main(after_s=late_s))
+
     def _new_run(self) -> Truth:
         """Give the run another name, as an operator does when nothing can be restored."""
         self.lost += 1
@@ -148,6 +160,7 @@ class Launcher(Actor):
             world=self.world,
             network=self._cluster.network,
             truth=self.truth,
+            starts=self._starts,
             hosts=hosts,
             homes=homes,
             placement=plan_placement(nodes, self._code),

@@ -58,6 +58,8 @@ class Observer:
                 truth.restore_decided(timeline, generation, on_purpose=on_purpose)
             case TimelineBegun(timeline, begun_at, on_purpose):
                 start = TruthStart(timeline, session.name, session.ranks)
+                heard_of = session.network.faults.keeps_order_of_starts
+                session.starts.begun(session.name, heard_of=heard_of)
                 truth.timeline_begun(start, begun_at, on_purpose=on_purpose)
             case _:
                 pass

@@ -21,6 +21,7 @@ from ecckpt.sim.hosts.host import SimulatedHost
 from ecckpt.sim.hosts.network import SimulatedNetwork
 from ecckpt.sim.run_config import BLOCK_BYTES, Rules, content_of
 from ecckpt.sim.truth.ledger import Truth
+from ecckpt.sim.truth.starts import TruthStarts
 from ecckpt.sim.world import Process, Steps, Wait, World, sleep
 
 _STORE_PATIENCE_S = 30.0  # a call to an unreachable store fails after this
@@ -44,6 +45,7 @@ class Session:
         world: World,
         network: SimulatedNetwork,
         truth: Truth,
+        starts: TruthStarts,
         hosts: dict[str, SimulatedHost],
         homes: list[str],
         placement: Placement,
@@ -53,6 +55,7 @@ class Session:
         self.name = f"{number:016x}"
         self.run, self.rules, self.seed = run, rules, seed
         self.world, self.network, self.truth = world, network, truth
+        self.starts = starts
         self.hosts, self.homes, self.placement = hosts, homes, placement
         self.ranks = len(homes)
         self.wanted = wanted

@@ -12,7 +12,7 @@ from ecckpt.errors import EcckptError, Fenced, NothingToRestore
 from ecckpt.sim.hosts.host import SimulatedHost
 from ecckpt.sim.performer import SimulatedPerformer
 from ecckpt.sim.session import Session
-from ecckpt.sim.world import Actor, Failure, Steps
+from ecckpt.sim.world import Actor, Failure, Steps, sleep
 
 _PATIENCE_S = 0.05  # a save that cannot begin by then is skipped
 
@@ -29,8 +29,13 @@ class Trainer(Actor):
         # Of the last two saves: one may fail only after the next one was begun.
         self._latest: list[SaveHandle] = []
 
-    def main(self) -> Steps:
-        """The program: restore, then step and save until the process fails or is killed."""
+    def main(self, *, after_s: float = 0.0) -> Steps:
+        """The program: restore, then step and save until the process fails or is killed.
+
+        ``after_s``: how long it is stopped before it restores.
+        """
+        if after_s:
+            yield sleep(after_s)
         step = yield from self._restore()
         save = self._save_by_ticket if self.session.rules.tickets else self._save
         while True:

@@ -169,7 +169,7 @@ def impostor() -> Iterator[Callable[[bytes], str]]:
 
 @pytest.mark.parametrize(
     ("protocol", "form", "words"),
-    [(9, FORMAT_VERSION, "protocol.*version 9"), (PROTOCOL_VERSION, 7, "version 7")],
+    [(99, FORMAT_VERSION, "protocol.*version 99"), (PROTOCOL_VERSION, 7, "version 7")],
 )
 def test_an_agent_of_another_version(
     cluster1: LocalCluster,
@@ -357,7 +357,7 @@ def test_two_sessions_never_have_the_same_timeline(cluster1: LocalCluster) -> No
     assert client.call(BEGIN, Begin("test", RunWriter(3, "a" * 16), 0.0)).fence == 3  # asked again
     with pytest.raises(errors.Fenced):
         client.call(BEGIN, Begin("test", RunWriter(3, "b" * 16), 0.0))
-    with pytest.raises(errors.InvalidConfig):
+    with pytest.raises(errors.InvalidMessage):
         client.call(BEGIN, Begin("test", RunWriter(4, "../../etc"), 0.0))
     cluster1.restart("n0")
     with pytest.raises(errors.Fenced):

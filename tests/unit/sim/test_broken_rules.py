@@ -30,7 +30,7 @@ from ecckpt.client.save.ticket import Ticket
 from ecckpt.errors import EcckptError
 from ecckpt.format.block_ranges import Flags
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation
+from ecckpt.format.ids import Generation, RunWriter
 from ecckpt.policy import survival as recovery
 from ecckpt.policy.gather_plan import GatherPlan
 from ecckpt.policy.retention import Keep
@@ -99,6 +99,16 @@ def _gives_up_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
         return Giving.DONE
 
     monkeypatch.setattr(CommitProtocol, "_doubt", doubt)
+
+
+def _lets_older_starts_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent does not ask how old a start is."""
+    begin = run_record.RunRecord.begin_timeline
+
+    def begin_timeline(self: run_record.RunRecord, writer: RunWriter, born_s: float) -> bool:
+        return begin(self, writer, float("inf"))
+
+    monkeypatch.setattr(run_record.RunRecord, "begin_timeline", begin_timeline)
 
 
 def _compares_no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +447,9 @@ WEATHER = Faults(
 )
 
 
+LATE_STARTS = Faults(late_start=0.5, late_start_s=20.0, rank_kill_every_s=8.0)
+
+
 # A rule, broken; the kind of violation; the faults that show it; the first seed that does.
 BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_counts_too_early, "commit", NONE, 2),
@@ -449,6 +462,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_commits_tickets_that_failed, "commit", NONE, 0),
     (retires_the_committed, "retention", NONE, 0),
     (_takes_commits_of_fenced_writers, "fencing", ZOMBIES, 6),
+    (_lets_older_starts_begin, "order of starts", LATE_STARTS, 0),
     (_believes_every_byte, "bytes", ROT, 0),
     (_gives_slots_to_others_while_they_are_written, "bytes", SLEEPERS, 0),
     (_recycles_what_tensors_lie_in, "bytes", RESTARTS, 0),
