@@ -34,7 +34,7 @@ from ecckpt.protocol.verbs import A, M, Verb
 
 
 def peer_client(
-    address: str, token: str, *, timeout_s: float = deadlines.CALL_TIMEOUT_S
+    address: str, token: str, *, for_node: str = "", timeout_s: float = deadlines.CALL_TIMEOUT_S
 ) -> AgentClient:
     """A client of another node's agent, at an address that came over the network.
 
@@ -42,7 +42,7 @@ def peer_client(
     reach Unix sockets of this host.
     """
     split_address(address)
-    return AgentClient(address, token, timeout_s)
+    return AgentClient(address, token, timeout_s, for_node)
 
 
 def shard_path(shard: ShardId) -> str:
@@ -57,12 +57,14 @@ class AgentClient:
     Every method raises ``AgentUnreachable`` if there is no answer within its deadline, the agent's
     own error (``Fenced``, ``MemoryBudgetTooSmall``, ...) or ``RequestRefused`` if the agent
     refuses, and ``InvalidMessage`` if the answer does not follow the protocol. No connection is
-    kept between calls.
+    kept between calls. With ``for_node``, requests are for the agent of that node alone: one that
+    has its address by now refuses them with ``AgentMismatch``.
     """
 
     address: str
     token: str = ""
     timeout_s: float = deadlines.CALL_TIMEOUT_S
+    for_node: str = ""
 
     def node(self) -> NodeInfo:
         """Who the agent is; ``VersionMismatch`` if it has another protocol or format version."""
@@ -176,6 +178,7 @@ class AgentClient:
             path,
             body=body,
             token=self.token,
+            node=self.for_node,
             timeout_s=timeout_s or self.timeout_s,
             limit_bytes=MESSAGE_LIMIT_BYTES,
         )

@@ -24,6 +24,7 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 # Is called with the number of bytes that came; returns when more may come.
+NODE_HEADER = "Ecckpt-Node"  # the node that a request is for
 Pace = Callable[[int], None]
 
 
@@ -116,6 +117,7 @@ class Exchange:
         path: str,
         *,
         body: bytes | None = None,
+        node: str = "",
         span: tuple[int, int] | None = None,
         patience_s: float = math.inf,
     ) -> http.client.HTTPResponse:
@@ -124,6 +126,8 @@ class Exchange:
         The answer must begin within ``patience_s``, and from then on never pause for longer.
         """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if node:
+            headers[NODE_HEADER] = node
         if span:
             headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
         self._connection.request(method, path, body=body, headers=headers)
@@ -162,16 +166,17 @@ def request(
     *,
     body: bytes | None = None,
     token: str = "",
+    node: str = "",
     timeout_s: float,
     limit_bytes: int,
 ) -> tuple[int, bytes]:
-    """Status and body of one small request.
+    """Status and body of one small request; if ``node`` is given, no other node's agent serves it.
 
     Raises ``AgentUnreachable`` if there is no answer in time, ``RequestRefused`` if the answer has
     no length or is longer than ``limit_bytes``.
     """
     with Exchange(address, token=token, timeout_s=timeout_s) as exchange:
-        response = exchange.send(method, path, body=body)
+        response = exchange.send(method, path, body=body, node=node)
         length = _length(response)
         if not 0 <= length <= limit_bytes:
             raise RequestRefused(

@@ -216,6 +216,7 @@ def test_header_travels_as_listed():
 EXAMPLES = [
     errors.Fenced(timeline=1, current=2),
     errors.OlderStart(timeline=1, current=2),
+    errors.AgentMismatch("this is another node"),
     errors.TwoHistories("test", {"test~a": "n1", "test~b": "n2"}),
     errors.NotHeld("n1 has no such thing"),
     errors.InvalidMessage("no such message"),

@@ -205,6 +205,7 @@ class Announce:
     """
 
     address: str
+    node: str
     message: Prefetch
     job: Job
 

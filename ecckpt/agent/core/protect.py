@@ -259,6 +259,7 @@ class Protector:
         prefetches = [
             Announce(
                 target.address,
+                target.node,
                 Prefetch(
                     header=header.at(target.index),
                     writer=message.writer,

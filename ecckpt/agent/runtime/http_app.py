@@ -16,6 +16,7 @@ from typing import Any
 from ecckpt.agent.runtime import metrics
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.errors import (
+    AgentMismatch,
     EcckptError,
     Fenced,
     InvalidConfig,
@@ -31,6 +32,7 @@ from ecckpt.errors import (
 )
 from ecckpt.format.ids import Generation, ShardId, check_run
 from ecckpt.protocol.encoding import REQUEST_LIMIT_BYTES, pack_message, run_of, unpack_message
+from ecckpt.protocol.http import NODE_HEADER
 from ecckpt.protocol.messages.node import Done, Refusal
 from ecckpt.protocol.verbs import VERBS, Verb
 
@@ -52,6 +54,7 @@ _REASONS = {
     409: "Conflict",
     413: "Content Too Large",
     416: "Range Not Satisfiable",
+    421: "Misdirected Request",
     500: "Internal Server Error",
     503: "Service Unavailable",
     507: "Insufficient Storage",
@@ -60,6 +63,7 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (NotHeld, 404),
     (Fenced, 409),
     (OlderStart, 409),
+    (AgentMismatch, 421),
     (TwoHistories, 409),
     (InvalidMessage, 400),
     (InvalidConfig, 400),
@@ -68,6 +72,7 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (NotMapped, 507),
 )
 _SEND_BYTES = 1 << 20
+_NODE_KEY = "HTTP_" + NODE_HEADER.upper().replace("-", "_")
 
 Environ = Mapping[str, Any]
 Reply = tuple[int, str, bytes]
@@ -100,6 +105,7 @@ class Application:
             local = _is_local(environ)  # file permissions are the credential of the Unix socket
             if not local:
                 self._authorize(environ)
+                self._check_target(environ)
             if environ["REQUEST_METHOD"] == "GET":
                 match = _SHARD.fullmatch(environ["PATH_INFO"])
                 if match and match["what"] != "table":
@@ -119,6 +125,12 @@ class Application:
         shown = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ").encode()
         if self._token and not hmac.compare_digest(shown, self._token):
             raise Refused(401, "this agent wants a token")
+
+    def _check_target(self, environ: Environ) -> None:
+        """Refuse what is for another node: this agent has an address that was another's."""
+        wanted, node = environ.get(_NODE_KEY, ""), self._agent.info.node
+        if wanted and wanted != node:
+            raise AgentMismatch(f"this is the agent of node {node}, not of {wanted[:64]}")
 
     def _get(self, path: str, match: re.Match[str] | None) -> Reply:
         if match:

@@ -17,7 +17,7 @@ from ecckpt.errors import InvalidMessage, NotHeld
 from ecckpt.format.block_ranges import span_of, spans
 from ecckpt.format.fragment_file import Header
 from ecckpt.policy.gather_plan import BlockPull, GatherPlan, whole_shard
-from ecckpt.protocol.agent_client import peer_client
+from ecckpt.protocol.agent_client import AgentClient, peer_client
 from ecckpt.protocol.gather import Gatherer, find_table, rebuild
 from ecckpt.protocol.http import patience
 from ecckpt.protocol.messages.repair import Presence
@@ -41,7 +41,7 @@ class PeerNetwork:
 
     def post(self, action: Post) -> None:
         """Send a message; raises what the client raises."""
-        client = peer_client(action.address, self._token, timeout_s=deadlines.POST_TIMEOUT_S)
+        client = self._client(action)
         match action.message:
             case Hold() as hold:
                 client.call(HOLD, hold)
@@ -51,17 +51,28 @@ class PeerNetwork:
     def announce(self, action: Announce) -> None:
         """Send that message while there is something in it; raises what the client raises."""
         if action.job.state == "encoding":
-            client = peer_client(action.address, self._token, timeout_s=deadlines.POST_TIMEOUT_S)
+            client = peer_client(
+                action.address,
+                self._token,
+                for_node=action.node,
+                timeout_s=deadlines.POST_TIMEOUT_S,
+            )
             client.call(PREFETCH, action.message)
+
+    def _client(self, action: Post | Announce) -> AgentClient:
+        return peer_client(
+            action.address, self._token, for_node=action.node, timeout_s=deadlines.POST_TIMEOUT_S
+        )
 
     def ask(self, action: AskPeer) -> Presence:
         """What a node has; raises what the client raises."""
-        address, message = action.sight.address, action.message
-        seen = peer_client(address, self._token, timeout_s=deadlines.PROBE_TIMEOUT_S).call(
-            PROBE, message
+        peer, message = action.sight, action.message
+        client = peer_client(
+            peer.address, self._token, for_node=peer.node, timeout_s=deadlines.PROBE_TIMEOUT_S
         )
+        seen = client.call(PROBE, message)
         if not len(seen.held) == len(seen.coming) == len(message.shards):
-            raise InvalidMessage(f"agent {address} answers for other shards than asked")
+            raise InvalidMessage(f"agent {peer.address} answers for other shards than asked")
         return seen
 
     def pull(self, taking: Taking) -> np.ndarray:

@@ -110,7 +110,9 @@ def join(
     restart_config = replace(
         node, node=info.node, domain=info.domain, listen=info.address, disk=_disk_of(agent)
     )
-    peers = {peer.node: AgentClient(peer.address, token) for peer in roster.nodes}
+    peers = {
+        peer.node: AgentClient(peer.address, token, for_node=peer.node) for peer in roster.nodes
+    }
     return cluster, Connections(agent, peers, restart_config)
 
 
@@ -143,7 +145,8 @@ def _meet(
         check_reachable(nodes, token)
         # Checked here so that all ranks raise the same error; each rank parses the code again.
         parse_code(config.code, len(nodes))
-        run = find_run(config.run, [AgentClient(node.address, token) for node in nodes])
+        clients = [AgentClient(each.address, token, for_node=each.node) for each in nodes]
+        run = find_run(config.run, clients)
         names = tuple(home.node for home in homes)
         ranks_at = Counter(names)
         idle = [node.node for node in nodes if node.node not in ranks_at]
