@@ -63,7 +63,9 @@ class Checkpointer:
         disk_bytes: the run's budget on each disk; 0 for half of the file system.
         keep, keep_every_steps: what stays on disk: the last ``keep`` stored generations, and those
             with a step that ``keep_every_steps`` divides (0: none).
-        min_margin: a save needs k + min_margin fragments at their holders.
+        min_margin: a save needs k + min_margin fragments of every shard at their holders. None: all
+            k + m, but those whose holders cannot be reached, and at least k. So a holder that is
+            there and has no room fails the save, and a dead one does not.
         strict: raise from ``save`` what is otherwise only reported by its handle.
         max_unsaved_s: ``save`` raises ``SaveFailed`` once no save was committed for so long and at
             least three in a row have failed; infinity: never. Saving goes on behind it.
@@ -97,7 +99,7 @@ class Checkpointer:
         disk_bytes: int = 0,
         keep: int = 1,
         keep_every_steps: int = 0,
-        min_margin: int = 0,
+        min_margin: int | None = None,
         strict: bool = False,
         max_unsaved_s: float = 1800.0,
         replicated: Sequence[str] = (),

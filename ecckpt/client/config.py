@@ -30,7 +30,7 @@ class ClusterConfig:
         run: name of the run.
         code: k and m, or how to choose them.
         min_margin: a shard counts as protected when k + min_margin fragments are with their
-            holders.
+            holders; None: when all are whose holders can be reached, and k at least.
         every_steps: ``due(step)`` is true for every nth step.
         save_timeout_s: a save that is not committed after so many seconds has failed.
         restore_timeout_s: limit of each step of a restore in which ranks wait for each other.
@@ -45,7 +45,7 @@ class ClusterConfig:
 
     run: str
     code: CodeSpec
-    min_margin: int
+    min_margin: int | None
     every_steps: int
     save_timeout_s: float
     restore_timeout_s: float
@@ -55,7 +55,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_run(self.run)
-        if self.min_margin < 0:
+        if self.min_margin is not None and self.min_margin < 0:
             raise InvalidConfig(f"min_margin={self.min_margin} is negative")
         if self.every_steps < 1:
             raise InvalidConfig(f"every_steps={self.every_steps}: at least 1 is needed")

@@ -31,7 +31,7 @@ class Rules:
 
     k: int
     m: int
-    min_margin: int
+    min_margin: int | None
     shard_bytes: int
     budget_bytes: int
     step_s: float
@@ -61,7 +61,7 @@ class Rules:
     @property
     def least(self) -> int:
         """How many fragments a shard needs at its holders for a commit."""
-        return min(self.k + self.min_margin, self.k + self.m)
+        return min(self.k + (self.min_margin or 0), self.k + self.m)
 
     def header(self, shard: ShardId, *, ranks: int, home: str, parent: Generation | None) -> Header:
         """A shard's header as ``Requests.header`` makes it, with small blocks."""

@@ -153,7 +153,7 @@ def _draw_rules(rng: Random, k: int, m: int) -> Rules:
     rules = Rules(
         k=k,
         m=m,
-        min_margin=rng.choice([0, 0, 1]),
+        min_margin=rng.choice([0, None, 1]),
         shard_bytes=rng.choice([1, 700, 3000, 9000]),
         budget_bytes=0,
         step_s=rng.choice([4.0, 8.0]),

@@ -180,6 +180,7 @@ class Life:
                 writer=RunWriter(self._timeline, SESSION),
                 targets=(),
                 min_fragments=0,
+                every_living=False,
                 memory_bytes=self._budget_bytes,
                 timeout_s=WAIT_S,
                 discard=given_up,

@@ -325,6 +325,7 @@ class ForeignRank:
             writer=self.writer,
             targets=targets,
             min_fragments=least,
+            every_living=least > 0,
             memory_bytes=0,
             timeout_s=TIMEOUT_S / 2,
             discard=self._given_up,

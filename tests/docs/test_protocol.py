@@ -341,6 +341,7 @@ def protect_of(shard, writer=None):
         writer=writer_of(writer),
         targets=(),
         min_fragments=0,
+        every_living=False,
         memory_bytes=MEMORY,
         timeout_s=5.0,
         discard=(),
@@ -716,7 +717,7 @@ def test_examples_of_what_ranks_compare():
     text = ClusterConfig(
         run="r",
         code="auto",
-        min_margin=0,
+        min_margin=None,
         every_steps=1,
         save_timeout_s=120.0,
         restore_timeout_s=300.0,

@@ -108,13 +108,14 @@ def stage(hands, gen=NEW, **fields):
     return slot
 
 
-def protect(gen=NEW, *, writer=1, targets=range(5), least=3, timeout_s=60.0):
+def protect(gen=NEW, *, writer=1, targets=range(5), least=3, every_living=False, timeout_s=60.0):
     where = tuple(Target(index, f"h{index}", f"h{index}:1") for index in targets)
     return Protect(
         shard=header(gen=gen).shard,
         writer=writer_of(writer),
         targets=where,
         min_fragments=least,
+        every_living=every_living,
         memory_bytes=BUDGET,
         timeout_s=timeout_s,
         discard=(),

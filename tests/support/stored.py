@@ -116,6 +116,7 @@ def store(
                 writer=writer_of(1),
                 targets=targets,
                 min_fragments=len(targets),
+                every_living=False,
                 memory_bytes=0,
                 timeout_s=10.0,
                 discard=(),

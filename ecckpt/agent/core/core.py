@@ -364,5 +364,5 @@ class Core:
             case Record(run):
                 actions = self.records.notes_copied(run, None)
             case Post(message=Hold(header=header), job=Job() as job, node=node):
-                actions = self._protector.answer(job, header.index, node, str(error), now_s)
+                actions = self._protector.unreached(job, header.index, node, error, now_s)
         return actions

@@ -22,6 +22,7 @@ holders of large data fragments may pull them already (prefetch.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,8 +43,8 @@ from ecckpt.agent.core.actions import (
 from ecckpt.agent.core.run_records import RunRecords
 from ecckpt.agent.core.tasks import Job, JobState
 from ecckpt.agent.records.entry import Entry
-from ecckpt.errors import CorruptFragment, NotHeld
-from ecckpt.format.fragment_file import HOME, Header, pack_table
+from ecckpt.errors import AgentMismatch, AgentUnreachable, CorruptFragment, NotHeld
+from ecckpt.format.fragment_file import HOME, pack_table
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.sizing import parity_region_bytes
 from ecckpt.protocol.messages.node import Done
@@ -71,6 +72,7 @@ class Protector:
         self._address = address
         self._early_bytes = early_bytes
         self._jobs: dict[ShardId, Job] = {}
+        self._dead: set[int] = set()  # in the last job that ended well
         self._repair: Job | None = None  # its shard may also have a job in ``_jobs``
 
     def start(self, message: Protect, now_s: float) -> list[Action]:
@@ -175,7 +177,7 @@ class Protector:
             home.table, home.early = table, False
             sealed = [Seal(home)]
         home.parity = job.parity  # peers may pull parity from now on
-        return sealed + self._scatter(job, home.header, table, now_s)
+        return sealed + self._scatter(job, now_s)
 
     def failed(self, job: Job, error: Exception, now_s: float) -> list[Action]:
         """The parity could not be allocated or encoded."""
@@ -208,19 +210,42 @@ class Protector:
         if not job.waiting:
             return self._finish(job, now_s)
         if len(job.held) >= job.message.min_fragments > 0:
-            grace_s = max(deadlines.PROTECT_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
-            if now_s + grace_s < job.deadline_s:
-                job.deadline_s = now_s + grace_s
+            grace_ends_s = _grace_ends_s(job, now_s)
+            if grace_ends_s < job.deadline_s:
+                job.deadline_s = grace_ends_s
                 return [Wake(job.deadline_s, job)]
         return []
+
+    def unreached(
+        self, job: Job, index: int, node: str, error: Exception, now_s: float
+    ) -> list[Action]:
+        """A ``Hold`` could not be sent. It is sent once more; then its holder counts as dead.
+
+        A holder that refuses it lives, and has answered.
+        """
+        if index not in job.waiting:
+            return []
+        if not isinstance(error, AgentUnreachable | AgentMismatch):
+            return self.answer(job, index, node, str(error), now_s)
+        if index not in job.unreached:
+            job.unreached.add(index)
+            return self._posts(job, {index})
+        job.dead.add(index)
+        return self.answer(job, index, node, str(error), now_s)
 
     def due(self, job: Job, now_s: float) -> list[Action]:
         """The deadline may have passed: holders that have not answered by then count as failed.
 
-        An alarm for an earlier deadline finds nothing to do.
+        If all that live have to hold theirs, they are asked again, as long as ``timeout_s`` has not
+        passed: a message was lost, or a holder was restarted. An alarm for an earlier deadline
+        finds nothing to do.
         """
         if job.ended or now_s < job.deadline_s:
             return []
+        end_s = job.started_s + job.message.timeout_s
+        if job.message.every_living and now_s < end_s:
+            job.deadline_s = min(end_s, _grace_ends_s(job, now_s))
+            return [Wake(job.deadline_s, job), *self._posts(job, job.waiting)]
         job.problems.extend(f"fragment {index}: no answer" for index in sorted(job.waiting))
         job.waiting.clear()
         return self._finish(job, now_s)
@@ -228,7 +253,7 @@ class Protector:
     def _prepare(self, job: Job, home: Entry, now_s: float) -> list[Action]:
         header, targets = home.header, job.message.targets
         if home.table is not None and all(target.index < header.k for target in targets):
-            return self._scatter(job, header, home.table, now_s)
+            return self._scatter(job, now_s)
         if not header.m:
             return self._encode(job)
         what = f"the parity of {header.shard}"
@@ -274,14 +299,20 @@ class Protector:
         ]
         return [Encode(job), *prefetches]
 
-    def _scatter(self, job: Job, header: Header, table: np.ndarray, now_s: float) -> list[Action]:
-        message = job.message
+    def _scatter(self, job: Job, now_s: float) -> list[Action]:
         job.state = JobState.SCATTERING
-        job.waiting = {target.index for target in message.targets}
+        job.waiting = {target.index for target in job.message.targets}
         if not job.waiting:
             return self._finish(job, now_s)
-        packed = pack_table(table)
-        posts = [
+        return [Wake(job.deadline_s, job), *self._posts(job, job.waiting)]
+
+    def _posts(self, job: Job, indices: Collection[int]) -> list[Action]:
+        """A ``Hold`` for the holders of these fragments."""
+        message, home = job.message, job.home
+        assert home is not None
+        assert home.table is not None
+        header, packed = home.header, pack_table(home.table)
+        return [
             Post(
                 target.address,
                 Hold(
@@ -298,19 +329,22 @@ class Protector:
                 target.node,
             )
             for target in message.targets
+            if target.index in indices
         ]
-        return [Wake(job.deadline_s, job), *posts]
 
     def _finish(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
-        least = job.message.min_fragments
         job.protected_s = now_s - job.started_s
-        if not failed and len(job.held) < least:
-            job.problems.append(f"{len(job.held)} fragments held, at least {least} needed")
+        if not failed and len(job.held) < job.needed:
+            job.problems.append(f"{len(job.held)} fragments held, at least {job.needed} needed")
             failed = True
         job.state = JobState.FAILED if failed else JobState.PROTECTED
         problem = "; ".join(job.problems[:4])
         what = "repairing" if job.repair else "protecting"
         warning = [Warn(f"{what} {job.message.shard} failed: {problem}")] if failed else []
+        if not failed and job.dead != self._dead and not job.repair:
+            self._dead = job.dead
+            count = f"{len(job.held)} of {len(job.message.targets)} fragments"
+            warning = [Warn(f"{job.message.shard} is protected with {count}: {problem or 'all'}")]
         return warning + self._release(job)
 
     def _cancel(self, job: Job, why: str, now_s: float) -> list[Action]:
@@ -343,6 +377,11 @@ def _job(message: Protect, home: Entry, now_s: float, *, repair: bool) -> Job:
         deadline_s=now_s + message.timeout_s,
         repair=repair,
     )
+
+
+def _grace_ends_s(job: Job, now_s: float) -> float:
+    """When holders that are slower than others have had their time."""
+    return now_s + max(deadlines.PROTECT_GRACE_LEAST_S, _GRACE_FACTOR * (now_s - job.started_s))
 
 
 def _host(address: str) -> str:

@@ -266,6 +266,7 @@ class Repairer:
             writer=guard.writer,
             targets=tuple(targets),
             min_fragments=0,
+            every_living=False,
             # What a node like this one has left beside its next save; 0 would mean the default.
             memory_bytes=max(1, self._budget_of(guard) - _reserve_bytes(header, guard)),
             timeout_s=guard.timeout_s,

@@ -48,10 +48,11 @@ class Job:
         message: the request, or for a repair the request that the agent made for itself.
         home: the shard's home copy, pinned by this job; None once the job has released it.
         started_s, deadline_s: on the clock of the core. ``deadline_s`` becomes earlier once
-            ``min_fragments`` are held.
+            ``min_fragments`` are held: then those that have not answered are asked again.
         parity: the region that the parity is encoded into.
         waiting: indices of fragments whose holders have not answered.
         held: indices of fragments that their holders have verified and sealed.
+        unreached, dead: indices of fragments whose holders could not be reached once, and twice.
         encode_s, protected_s: seconds from the start to the end of encoding, and to the end.
         repair: the shard was protected before. A repair is cancelled when a save begins.
     """
@@ -64,10 +65,20 @@ class Job:
     parity: Region | None = None
     waiting: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    unreached: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     encode_s: float = 0.0
     protected_s: float = 0.0
     repair: bool = False
+
+    @property
+    def needed(self) -> int:
+        """How many fragments must be held for the shard to count as protected."""
+        least = self.message.min_fragments
+        if not self.message.every_living:
+            return least
+        return max(least, len(self.message.targets) - len(self.dead))
 
     @property
     def ended(self) -> bool:

@@ -191,6 +191,7 @@ class AgentService:
                 writer=message.writer,
                 targets=message.targets,
                 min_fragments=0,
+                every_living=False,
                 memory_bytes=message.memory_bytes,
                 timeout_s=message.timeout_s,
                 discard=(),
@@ -213,10 +214,9 @@ class AgentService:
         with self._changed:
             while True:
                 now = self.core.progress(message.shard)
-                left_s = deadline_s - time.monotonic()
-                if now.state != message.known_state or left_s <= 0:
+                if now.state != message.known_state or time.monotonic() >= deadline_s:
                     return now
-                self._changed.wait(left_s)
+                self._changed.wait(max(0.0, deadline_s - time.monotonic()))
 
     def probe(self, message: Probe) -> Presence:
         """Which fragments of these shards are here, and which are about to be."""

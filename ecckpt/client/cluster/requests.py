@@ -6,7 +6,7 @@ Pure: what changes from save to save is passed in, and nothing is sent here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecckpt.client.cluster.members import Cluster
 from ecckpt.client.config import ClusterConfig
@@ -28,7 +28,7 @@ class Requests:
     def min_fragments(self) -> int:
         """Fragments that a shard needs at its holders, in memory and on disk."""
         code = self.cluster.placement.code
-        return min(code.k + self.config.min_margin, code.holders)
+        return min(code.k + (self.config.min_margin or 0), code.holders)
 
     def shard(self, generation: Generation) -> ShardId:
         """This rank's shard."""
@@ -69,18 +69,19 @@ class Requests:
         )
 
     def protection(self, shard: ShardId, given_up: Sequence[Generation]) -> Protect:
-        """All fragments at their holders, and a failure if too few get there."""
+        """All fragments at their holders, and a failure if fewer get there than are needed."""
         cluster = self.cluster
         holders = cluster.placement.holders[cluster.home]
         targets = tuple(
             Target(index, node, cluster.address[node]) for index, node in enumerate(holders)
         )
-        writer = shard.generation.writer
-        return self._protect(shard, writer, targets, self.min_fragments, given_up)
+        message = self._protect(shard, shard.generation.writer, targets, given_up)
+        least, every_living = self.min_fragments, self.config.min_margin is None
+        return replace(message, min_fragments=least, every_living=every_living)
 
     def repair(self, shard: ShardId, timeline: int, targets: tuple[Target, ...]) -> Protect:
         """Fragments of an older generation, as far as they can be had."""
-        return self._protect(shard, self.cluster.writer(timeline), targets, 0, ())
+        return self._protect(shard, self.cluster.writer(timeline), targets, ())
 
     def guard(self, timeline: int) -> Guard:
         """Watch the holders of this node's shards, and repair each shard in the background."""
@@ -102,14 +103,14 @@ class Requests:
         shard: ShardId,
         writer: RunWriter,
         targets: tuple[Target, ...],
-        min_fragments: int,
         given_up: Sequence[Generation],
     ) -> Protect:
         return Protect(
             shard=shard,
             writer=writer,
             targets=targets,
-            min_fragments=min_fragments,
+            min_fragments=0,
+            every_living=False,
             memory_bytes=self.cluster.memory_bytes,
             timeout_s=0.5 * self.config.save_timeout_s,
             discard=tuple(given_up),

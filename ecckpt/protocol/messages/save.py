@@ -65,13 +65,14 @@ class Protect:
 
     ``writer`` is the sender, by which it is fenced: a restarted run also protects the older
     generation that it restored. The shard counts as protected with ``min_fragments``
-    held.
+    held; with ``every_living``, also the fragments of all targets that can be reached must be.
     """
 
     shard: ShardId
     writer: RunWriter
     targets: tuple[Target, ...]
     min_fragments: int
+    every_living: bool
     memory_bytes: int
     timeout_s: float
     discard: tuple[Generation, ...]

@@ -171,6 +171,7 @@ def _save(client, run_name, gen, *, world_size):
             writer=writer_of(1),
             targets=(),
             min_fragments=0,
+            every_living=False,
             memory_bytes=0,
             timeout_s=10.0,
             discard=(),

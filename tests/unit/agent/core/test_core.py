@@ -4,6 +4,7 @@ import pytest
 
 from ecckpt.agent.core import actions as act
 from ecckpt.errors import (
+    AgentUnreachable,
     CorruptFragment,
     EcckptError,
     Fenced,
@@ -508,3 +509,73 @@ def test_a_newer_timeline_lets_slots_go_that_nobody_sealed(hands):
     hands.ask(reserve())
     hands.ask(Fence("test", writer_of(2), None, ()))
     assert len(hands.took(act.Discard)) == 1
+
+
+# -- all holders that live ------------------------------------------------------------------------
+
+
+def living(hands, **fields):
+    """A job that needs all fragments whose holders can be reached."""
+    shard = stage(hands).header.shard
+    hands.ask(protect(every_living=True, **fields))
+    hands.end(act.Allocate)
+    hands.end(act.Encode, table_of(header()))
+    return shard
+
+
+def unsent(hands, index):
+    """The ``Hold`` of a fragment cannot be sent."""
+    post = next(each for each in hands.todo if isinstance(each, act.Post) and at(each) == index)
+    hands.todo.remove(post)
+    hands.tell(act.Failed(post, AgentUnreachable("n:1", "refused")))
+
+
+def at(post):
+    return post.message.header.index
+
+
+def test_with_fewer_than_all_that_live_it_is_not_protected(hands):
+    living(hands)
+    for index in range(4):
+        hands.ask(held(index))
+    hands.ask(held(4, "no room"))
+    assert (state(hands).state, state(hands).held) == ("failed", 4)
+    assert state(hands).problems[-1] == "4 fragments held, at least 5 needed"
+
+
+def test_a_holder_that_cannot_be_reached_twice_is_dead_and_not_waited_for(hands):
+    living(hands)
+    for index in range(4):
+        hands.ask(held(index))
+    unsent(hands, 4)
+    assert state(hands).state == "scattering"
+    unsent(hands, 4)
+    assert (state(hands).state, state(hands).held) == ("protected", 4)
+    assert "protected with 4 of 5 fragments" in hands.took(act.Warn)[0].text
+
+
+def test_a_holder_that_does_not_answer_is_asked_again_until_the_end(hands):
+    living(hands, timeout_s=30.0)
+    hands.todo.clear()
+    for index in range(4):
+        hands.ask(held(index))
+    started_s = hands.now_s
+    for _ in range(9):
+        (job,) = {each.task for each in hands.took(act.Wake)}
+        hands.now_s = job.deadline_s
+        hands.tell(act.Due(job))
+        if state(hands).state != "scattering":
+            break
+        assert [at(post) for post in hands.todo] == [4]
+        hands.todo.clear()
+    assert (state(hands).state, hands.now_s - started_s) == ("failed", 30.0)
+
+
+def test_a_few_holders_are_never_enough_whoever_is_dead(hands):
+    living(hands)
+    hands.ask(held(0))
+    hands.ask(held(1))
+    for index in (2, 3, 4):
+        unsent(hands, index)
+        unsent(hands, index)
+    assert (state(hands).state, state(hands).held) == ("failed", 2)

@@ -275,6 +275,7 @@ def test_one_shard_after_another():
             writer=writer_of(1),
             targets=protect().targets,
             min_fragments=3,
+            every_living=False,
             memory_bytes=BUDGET,
             timeout_s=60.0,
             discard=(),

@@ -195,6 +195,7 @@ def test_a_home_gives_nothing_early_that_is_not_being_encoded(cluster1: LocalClu
             writer=writer_of(1),
             targets=(),
             min_fragments=0,
+            every_living=False,
             memory_bytes=0,
             timeout_s=30.0,
             discard=(),
