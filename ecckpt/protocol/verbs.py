@@ -98,7 +98,13 @@ RESERVE = Verb(
     extra_s=lambda message: message.header.file_bytes / _FAULT_IN_BYTES_PER_S,
     errors=(Fenced, InvalidMessage, *_NO_MEMORY),
 )
-STAGE = Verb(name="stage", request=Stage, answer=Done, local=True, errors=(Fenced, NotHeld))
+STAGE = Verb(
+    name="stage",
+    request=Stage,
+    answer=Done,
+    local=True,
+    errors=(Fenced, NotHeld, InvalidMessage),
+)
 PROTECT = Verb(name="protect", request=Protect, answer=Done, local=True, errors=(Fenced, NotHeld))
 WATCH = Verb(
     name="watch",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,35 @@ class RngState:
                     torch.cuda.manual_seed(_digest(seed, f"cuda {index}"))
         for name, generator in self._generators.items():
             _seed_generator(generator, _digest(seed, f"generator {name}"))
+
+    def go_on(self, state: dict[str, Any], seed: bytes, anew: Collection[str]) -> None:
+        """Set the generators to ``state``, and seed those of ``anew`` as ``reseed`` does.
+
+        A restore on another number of ranks calls it. A generator that was not saved, or whose
+        state does not fit, is seeded, too.
+        """
+        self.reseed(seed)
+        keep = {
+            part
+            for part, trial in _TRIALS.items()
+            if part not in anew and not _failure(part, partial(trial, state[part]))
+        }
+        if "python" in keep:
+            random.setstate(state["python"])
+        if "numpy" in keep:
+            np.random.set_state(state["numpy"])
+        if "torch" in keep:
+            torch.set_rng_state(state["torch"])
+        cuda = {} if self._check_cuda(state["cuda"]) else dict(enumerate(state["cuda"]))
+        for index, saved in cuda.items():
+            if f"cuda {index}" not in anew:
+                torch.cuda.set_rng_state(saved, index)
+        for name, generator in self._generators.items():
+            own = state["generators"].get(name)
+            trial = partial(_try_generator, generator, own)
+            if f"generator {name}" not in anew and not _failure(name, trial):
+                _set_generator(generator, own)
+        self._restored = self.state_dict()
 
     def _has_cuda(self) -> bool:
         return self._cuda and torch.cuda.is_available()

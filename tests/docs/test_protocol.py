@@ -23,6 +23,7 @@ from ecckpt.agent import deadlines
 from ecckpt.agent.core import fetch, health, hold, prefetch, repair
 from ecckpt.agent.runtime import daemon, metrics, service
 from ecckpt.agent.runtime import http_app as app
+from ecckpt.agent.storage.region import Region
 from ecckpt.client.config import ClusterConfig
 from ecckpt.client.read import open as opening
 from ecckpt.format.fragment_file import Header, pack_table
@@ -414,6 +415,11 @@ def _maps_no_more(http, monkeypatch):
     monkeypatch.setattr(http.agent.region_store.tier, "allocate", refuse)
 
 
+def _reserved_for_another_world(http, monkeypatch):
+    http.reserve(own(world_size=9))
+    monkeypatch.setattr(Region, "name", "0" * 16)
+
+
 def _fetches_nothing(http, monkeypatch):
     monkeypatch.setattr(fetch, "FETCHES", 0)
 
@@ -465,6 +471,7 @@ PROVOKED = {
     ),
     ("stage", "Fenced"): (Stage(own(OLD), "0" * 16), None),
     ("stage", "NotHeld"): (Stage(own(), "0" * 16), None),
+    ("stage", "InvalidMessage"): (Stage(own(), "0" * 16), _reserved_for_another_world),
     ("protect", "Fenced"): (protect_of(own(), writer=1), None),
     ("protect", "NotHeld"): (protect_of(own()), None),
     ("prefetch", "Fenced"): (prefetch_of(OLD), None),

@@ -231,7 +231,7 @@ class Core:
             self.records.get_or_create(header.shard.run).admit(header.shard.generation.writer)
         except Fenced as error:
             return [Recycle(header.shard.run, region), Refuse(error)]
-        older = self.records.reserve(header.shard.run, header.shard.rank, region)
+        older = self.records.reserve(header, region)
         return [*older, Reply(slot_of(header, region))]
 
     def _stage(self, message: Stage) -> list[Action]:

@@ -88,7 +88,7 @@ class RunRecords:
     def identities(self, run: str) -> tuple[str, ...]:
         """Full names of the runs that are meant, of those that have or had a generation here."""
         records = [record for name, record in self._runs.items() if is_run(name, run)]
-        return tuple(sorted(each.run for each in records if _knows_generations(each)))
+        return tuple(sorted(each.run for each in records if each.knows_generations))
 
     # -- writers ----------------------------------------------------------------------------------
 
@@ -147,22 +147,16 @@ class RunRecords:
             actions += self._give_up(entry)
         return actions
 
-    def reserve(self, run: str, rank: int, region: Region) -> list[Action]:
+    def reserve(self, header: Header, region: Region) -> list[Action]:
         """Note the slot for a rank's next save; the slot that it had reserved before is dropped."""
+        run, rank = header.shard.run, header.shard.rank
         older = self.get_or_create(run).unused(rank)
-        self.get_or_create(run).reserved[rank] = region
+        self.get_or_create(run).reserved[rank] = region, header
         return [Discard(run, each) for each in older]
 
     def stage(self, header: Header, name: str) -> list[Action]:
-        """Enter the shard that a rank has put into its reserved slot.
-
-        Raises ``NotHeld`` if the rank has no such slot, or the slot is too small.
-        """
-        reserved = self.get_or_create(header.shard.run).reserved
-        region = reserved.get(header.shard.rank)
-        if region is None or region.name != name or region.size_bytes < header.file_bytes:
-            raise NotHeld(f"node {self.node} has no slot {name} for {header.shard}")
-        del reserved[header.shard.rank]
+        """Enter the shard that a rank has put into its reserved slot; see ``take_slot``."""
+        region = self.get_or_create(header.shard.run).take_slot(header, name)
         return self.enter(Entry(header=header, region=region, table=None))
 
     def clear(self, run: str, rank: int | None = None) -> list[Action]:
@@ -181,11 +175,11 @@ class RunRecords:
         actions: list[Action] = []
         for run, record in self._runs.items():
             lost = [entry for entry in record.entries.values() if entry.region.removed]
-            slots = [rank for rank, region in record.reserved.items() if region.removed]
+            slots = [rank for rank, (each, _) in record.reserved.items() if each.removed]
             if lost or slots:
                 text = f"run {run}: {len(lost)} files and {len(slots)} slots were removed by "
                 actions.append(Warn(f"{text}another process (RemoveIPC of logind, a cleaner?)"))
-            actions += [Discard(run, record.reserved.pop(rank)) for rank in slots]
+            actions += [Discard(run, record.reserved.pop(rank)[0]) for rank in slots]
             actions += self.retire(lost)
         return [*actions, *(Remember(run) for run in sorted(states))]
 
@@ -391,8 +385,3 @@ class RunRecords:
 
 def _name(index: int) -> str:
     return "home copy" if index == HOME else f"fragment {index}"
-
-
-def _knows_generations(record: RunRecord) -> bool:
-    known = record.entries, record.files, record.stored, record.committed, record.restored
-    return any(known)

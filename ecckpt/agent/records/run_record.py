@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ecckpt.agent.records.entry import Entry
 from ecckpt.agent.records.run_notes import RunNotes
-from ecckpt.errors import Fenced, OlderStart
+from ecckpt.errors import Fenced, InvalidMessage, NotHeld, OlderStart
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
 from ecckpt.format.ids import Generation, RunWriter, ShardId
@@ -45,6 +45,7 @@ class RunRecord:
     noted, recorded     the notes as last written to tmpfs, and to disk
     recording           a write of notes to disk is under way; there is at most one at a time
     files, damaged      files on this node's disk, and those found bad, with the reason
+    reserved            by rank, the slot for its next save, and the header it was asked for with
     rejected            files that could not be adopted: this run's, or of an unknown run
     """
 
@@ -66,7 +67,7 @@ class RunRecord:
     entries: dict[tuple[ShardId, int], Entry] = field(default_factory=dict)
     files: dict[tuple[ShardId, int], DiskFile] = field(default_factory=dict)
     damaged: dict[tuple[ShardId, int], str] = field(default_factory=dict)
-    reserved: dict[int, Region] = field(default_factory=dict)  # by rank: the slot for its next save
+    reserved: dict[int, tuple[Region, Header]] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -136,6 +137,11 @@ class RunRecord:
         newer = self.admit(writer)
         self.born_s = min(born_s, self.born_s or born_s)
         return newer
+
+    @property
+    def knows_generations(self) -> bool:
+        """Whether it has or had any generation."""
+        return any((self.entries, self.files, self.stored, self.committed, self.restored))
 
     def forget(self) -> None:
         """Forget everything of the run but the fence."""
@@ -257,10 +263,25 @@ class RunRecord:
             and rank in (None, shard.rank)
         ]
 
+    def take_slot(self, header: Header, name: str) -> Region:
+        """Give the slot of that name, which the rank has reserved, for the shard of the header.
+
+        Raises ``NotHeld`` if the rank has no such slot or it is too small, and ``InvalidMessage``
+        if it was reserved for another kind of shard.
+        """
+        region, asked = self.reserved.get(header.shard.rank, (None, header))
+        if region is None or region.name != name or region.size_bytes < header.file_bytes:
+            raise NotHeld(f"there is no slot {name} for {header.shard}")
+        if _kind_of(header) != _kind_of(asked):
+            text = f"{header.shard}: reserved as {_kind_of(asked)}, staged as {_kind_of(header)}"
+            raise InvalidMessage(text)
+        del self.reserved[header.shard.rank]
+        return region
+
     def unused(self, rank: int | None = None) -> list[Region]:
         """Take back the slots that a rank (None: all) reserved and staged nothing in."""
         ranks = [each for each in self.reserved if rank in (None, each)]
-        return [self.reserved.pop(each) for each in ranks]
+        return [self.reserved.pop(each)[0] for each in ranks]
 
     def abandoned(self) -> list[Entry]:
         """Entries newer than the generation that a restart went back to, on older timelines.
@@ -356,3 +377,10 @@ class RunRecord:
 
     def _sealed(self) -> Iterator[Entry]:
         return (entry for entry in self.entries.values() if entry.table is not None)
+
+
+def _kind_of(header: Header) -> tuple[object, ...]:
+    """What a slot is reserved for; step and sizes need not be known by then."""
+    shard = header.shard
+    writer = shard.generation.writer
+    return writer, header.world_size, header.index, header.k, header.m, header.home

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ecckpt.agent.runtime import metrics
+from ecckpt.agent.runtime.addresses import check_addresses
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.errors import (
     AgentMismatch,
@@ -165,6 +166,7 @@ class Application:
         message: object = unpack_message(verb.request, _body(environ))
         if run_of(message) != match["run"]:
             raise Refused(400, f"the message is about run {run_of(message)!r}, not {path}")
+        check_addresses(message)
         return _message(self._handler(verb)(message))
 
     def _handler(self, verb: Verb[Any, Any]) -> Callable[[Any], object]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ecckpt.agent.records.entry import Entry
 from ecckpt.coding.reed_solomon import Codec
+from ecckpt.errors import CorruptFragment
 from ecckpt.format.fragment_file import SUPERBLOCK_BYTES, Header, pack_superblock, pack_table
 
 if TYPE_CHECKING:
@@ -35,7 +36,13 @@ def fragment_view(header: Header, region: Region) -> memoryview:
 
 
 def encode_home(header: Header, home: Region, parity: Region | None) -> np.ndarray:
-    """Fill ``parity`` from a home copy; returns the checksum table, uint32 (n, rows)."""
+    """Fill ``parity`` from a home copy; returns the checksum table, uint32 (n, rows).
+
+    Raises ``CorruptFragment`` if what lies behind the shard is not zeros: it would be coded, too.
+    """
+    payload = home.view[SUPERBLOCK_BYTES:][: header.k * header.fragment_bytes]
+    if np.frombuffer(payload[header.shard_bytes :], np.uint8).any():
+        raise CorruptFragment(f"{header.shard}: the padding behind the shard is not zeros")
     return Codec(header.k, header.m).encode(
         data_views(header, home), parity_views(header, parity), header.block_bytes
     )

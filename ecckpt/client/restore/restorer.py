@@ -73,7 +73,8 @@ class Restored:
         rejected: newer generations that were passed over, and why.
         reprotection: the handle of re-making lost fragments, in the background.
         saved_by: how many ranks had saved.
-        reseeded: paths of the ``RngState`` that were seeded anew, if another number restores.
+        reseeded: generators of ``RngState`` that were seeded anew, as ``path: part``, if another
+            number restores.
         assigned_bytes: bytes of the state's tensors that were not copied.
     """
 

@@ -21,6 +21,7 @@ from ecckpt.state.file.header import ShardHeader, parse_header
 from ecckpt.state.file.layout import TensorEntry
 from ecckpt.state.file.metadata import ShardNotes, parse_notes
 from ecckpt.state.file.views import Views, tensor_forms
+from ecckpt.state.paths import Path
 from ecckpt.state.tensors.sharding import Sharding
 from ecckpt.state.tree.decoding import MALFORMED, decode
 from ecckpt.state.tree.nodes import StoredTensor
@@ -39,8 +40,9 @@ class Shard:
         aliases: another name of a tied tensor -> the name that it is stored under.
         layouts: for names of tensors whose memory was not in C order, its order.
         packed_tree: the state without its tensors, encoded (``state/tree``).
-        seed: if not empty, a load seeds the random number generators from it and ignores their
-            saved states (a restore on another number of ranks).
+        seed: if not empty, a load seeds random number generators from it and ignores their saved
+            states (a restore on another number of ranks).
+        seeded: of which ``RngState``, by path, which parts; all of one that is not named.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -50,6 +52,7 @@ class Shard:
     _names: tuple[str, ...]
     packed_tree: bytes
     seed: bytes = b""
+    seeded: Mapping[Path, frozenset[str]] = field(default_factory=dict)
     # Caches, filled at first use. `init=False`: `dataclasses.replace` must not copy them, because
     # it may exchange the tensors.
     _stored: list[StoredTensor] = field(default_factory=list, init=False)

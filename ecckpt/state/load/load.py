@@ -119,7 +119,7 @@ def _fit(
     fit = Fit(assigner)
     try:
         tree = resolve(shard.tree(), fit.problem)
-        _Walk(fit, shard.seed, with_data=with_data).node(state, tree, (), lambda _: None)
+        _Walk(fit, shard, with_data=with_data).node(state, tree, (), lambda _: None)
     except UnsupportedState as error:
         fit.problems.append(str(error))
     return fit
@@ -131,9 +131,9 @@ class _Walk:
     ``put(value)`` replaces the live node in its container.
     """
 
-    def __init__(self, fit: Fit, seed: bytes, *, with_data: bool) -> None:
+    def __init__(self, fit: Fit, shard: Shard, *, with_data: bool) -> None:
         self._fit = fit
-        self._seed = seed
+        self._seed, self._seeded = shard.seed, shard.seeded
         self._with_data = with_data
 
     def node(self, live: Any, stored: Any, path: Path, put: Put) -> None:
@@ -217,7 +217,11 @@ class _Walk:
         """
         if isinstance(live, RngState) and self._seed:
             seed = self._seed + describe(path).encode(errors="surrogatepass")
-            self._fit.add_step(Phase.RNG, lambda: live.reseed(seed))
+            parts, kept = self._seeded.get(path), rebuilding(self._fit, stored, _nothing, path)
+            if parts is None:
+                self._fit.add_step(Phase.RNG, lambda: live.reseed(seed))
+            else:
+                self._fit.add_step(Phase.RNG, lambda: live.go_on(kept(), seed, parts))
             return
         sharded = holds(stored, _is_sharded)
         template = live.state_dict() if sharded else None
@@ -235,6 +239,10 @@ class _Walk:
                 self._fit.problem(path, problem)
         phase = Phase.RNG if isinstance(live, RngState) else Phase.OBJECT
         self._fit.add_step(phase, lambda: live.load_state_dict(rebuild()))
+
+
+def _nothing(_: StoredTensor, __: Path) -> None:
+    """Find no live tensor: generators get theirs new."""
 
 
 def _is_object(node: Any) -> bool:

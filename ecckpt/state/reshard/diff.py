@@ -28,13 +28,13 @@ def is_rng(node: Any) -> bool:
     return type(node) is StoredObject and node.kind == _RNG_KIND
 
 
-def rng_paths(node: Any, path: Path = ()) -> Iterator[str]:
-    """Yield the path of each ``RngState`` in a saved tree."""
+def rng_nodes(node: Any, path: Path = ()) -> Iterator[tuple[Path, StoredObject]]:
+    """Yield each ``RngState`` in a saved tree, with its path."""
     if is_rng(node):
-        yield describe(path)
+        yield path, node
     elif type(node) in CONTAINERS:
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from rng_paths(child, (*path, key))
+            yield from rng_nodes(child, (*path, key))
 
 
 def differences(one: SavedShard, one_values: Shard, other: SavedShard) -> list[str]:
@@ -47,7 +47,7 @@ def differences(one: SavedShard, one_values: Shard, other: SavedShard) -> list[s
         one_values: its values, which the caller has read already.
         other: the shard to compare with; its values are read.
     """
-    comparison = _Comparison()
+    comparison = TreeComparison()
     comparison.node(one_values.tree(), other.values().tree(), ())
     tensors = comparison.tensors
     return comparison.different + [tensors[name] for name in one.differing(other, tensors)]
@@ -60,7 +60,7 @@ def _comparable(value: Any) -> Any:
     return type(value), value
 
 
-class _Comparison:
+class TreeComparison:
     """Walks two trees together.
 
     ``different`` are paths whose values differ; ``tensors`` maps names of tensors with equal forms,
@@ -72,6 +72,7 @@ class _Comparison:
         self.tensors: dict[str, str] = {}
 
     def node(self, mine: Any, theirs: Any, path: Path) -> None:
+        """Compare two nodes at that path, and all below them."""
         if type(mine) is not type(theirs):
             self.different.append(describe(path))
         elif type(mine) is StoredTensor:

@@ -6,9 +6,9 @@ Global tensors (DTensors, and plain tensors declared equal on all ranks) are cut
 wants them. For everything else:
 
 - same number of ranks: each rank keeps what it saved;
-- another number: values that were equal on all ranks go to all new ranks, random number generators
-  are seeded anew, and anything that differed between ranks is an error with its path, because no
-  new rank is the one that saved it.
+- another number: what was equal on all ranks goes to all new ranks. Random number generators that
+  differed are seeded anew (rng_parts.py); anything else that differed is an error with its path,
+  because no new rank is the one that saved it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import torch
 from ecckpt.errors import StateMismatch
 from ecckpt.state.file.shard import Shard
 from ecckpt.state.load.load import survey
-from ecckpt.state.reshard.diff import differences, rng_paths
+from ecckpt.state.paths import describe
+from ecckpt.state.reshard.diff import differences
+from ecckpt.state.reshard.rng_parts import parts_to_seed
 from ecckpt.state.reshard.saved_shard import Form, SavedShard
 from ecckpt.state.tensors.boxes import Common, Cut, in_common, whole
 from ecckpt.state.tensors.sharding import Sharding, Shardings, is_dtensor
@@ -65,8 +67,8 @@ def reshape(
             needs are read.
 
     Returns:
-        The shard, and the paths of random number generators that a load will seed anew. Tensors
-        that do not fit ``state`` have no data; ``check`` reports them.
+        The shard, and the random number generators that a load will seed anew, each as
+        ``path: part``. Tensors that do not fit ``state`` have no data; ``check`` reports them.
 
     Raises:
         StateMismatch: data that differ between the saved ranks, on another number of ranks; or
@@ -77,8 +79,11 @@ def reshape(
     problems: list[str] = []
     reseeded: tuple[str, ...] = ()
     if not place.same_size:
-        reseeded = tuple(rng_paths(base.tree()))
-        base = replace(base, seed=_seed(base, place))
+        anew = parts_to_seed(saved, base)
+        reseeded = tuple(
+            f"{describe(path)}: {part}" for path, parts in anew.items() for part in sorted(parts)
+        )
+        base = replace(base, seed=_seed(base, place), seeded=anew)
         # Every saved shard is compared with that of rank 0. The new ranks share the comparisons.
         for rank in range(1 + place.rank, place.saved_by, place.world_size):
             problems += [

@@ -14,9 +14,10 @@ import pytest
 
 from ecckpt.agent.core.actions import Remember
 from ecckpt.agent.runtime.service import AgentService
+from ecckpt.agent.runtime.shard_bytes import encode_home
 from ecckpt.agent.storage.regions import TmpfsFiles, whole_pages
 from ecckpt.coding.crc32c import crc32c
-from ecckpt.errors import Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
+from ecckpt.errors import CorruptFragment, Fenced, InvalidConfig, MemoryBudgetTooSmall, NotHeld
 from ecckpt.format.fragment_file import (
     FORMAT_VERSION,
     HOME,
@@ -746,3 +747,25 @@ def test_the_status_tells_when_the_newest_file_in_memory_was_made(agent):
     runs = agent.status()["runs"]
     assert runs["empty"]["saved_unix_s"] == 0
     assert runs["test"]["saved_unix_s"] == max(each.header.created_unix_s for each in entries)
+
+
+# -- padding --------------------------------------------------------------------------------------
+
+
+def test_what_lies_behind_the_shard_must_be_zeros(agent):
+    slot = agent.reserve(
+        Reserve(
+            header=header(world_size=1, k=1, m=0, shard_bytes=100),
+            memory_bytes=0,
+            local_ranks=1,
+            holders=0,
+            discard=(),
+        )
+    )
+    agent.stage(Stage(slot.header, slot.region))
+    entry = agent.core.records.find(slot.header.shard, HOME)
+    entry.region.view[SUPERBLOCK_BYTES + 100] = 0xEE
+    with pytest.raises(CorruptFragment, match="padding behind the shard is not zeros"):
+        encode_home(slot.header, entry.region, None)
+    entry.region.view[SUPERBLOCK_BYTES + 100] = 0
+    encode_home(slot.header, entry.region, None)
