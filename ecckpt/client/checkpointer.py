@@ -297,7 +297,8 @@ class Checkpointer:
         plain tensors are made of them and they of plain tensors. On another number of ranks than
         saved, what was the same on all of them is handed to every rank, generators of ``RngState``
         that were not are seeded anew (see ``Restored.reseeded``), and anything else that differed
-        between ranks is a ``StateMismatch``. Nodes without ranks must be named in ``agents=`` to be read from.
+        between ranks is a ``StateMismatch``. Nodes without ranks must be named in ``agents=`` to be
+        read from.
 
         With ``assign`` tensors of 256 KiB or more are not copied where that is possible: they stay
         the same objects, and lie in this node's copy of the shard from then on, as private memory

@@ -98,10 +98,7 @@ def test_each_rank_has_a_reserved_slot_of_its_own(hands):
         assert hands.ask(Stage(slot.header, slot.region)) == Done()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"world_size": 9}, {"k": 4}, {"m": 1}, {"home": "n9"}, {"gen": generation(1, 10, "f" * 16)}],
-)
+@pytest.mark.parametrize("other", [{"world_size": 9}, {"m": 1}, {"home": "n9"}])
 def test_what_is_staged_is_what_the_slot_was_reserved_for(hands, other):
     slot = hands.ask(reserve())
     with pytest.raises(InvalidMessage, match=r"reserved as .*, staged as"):
