@@ -64,6 +64,10 @@ class HeldTicket:
         """
         self._performer().run(self.ticket.commit())
 
+    def revoke(self) -> None:
+        """Have all agents drop the generation: a rank failed, or ranks have different content."""
+        self._performer().run(self.ticket.revoke())
+
     def revive_agent(self) -> None:
         """Start this node's agent again if none answers.
 

@@ -184,12 +184,10 @@ class ThreadPerformer:
                 return error
 
         nodes, kept = effect.nodes, self._pool
-        try:
-            if kept is not None and kept[0] == threading.get_ident():
+        if kept is not None and kept[0] == threading.get_ident():
+            with contextlib.suppress(RuntimeError):  # a program that ends: the pool takes no more
                 return dict(zip(nodes, kept[1].map(ask, nodes), strict=True))
-            return dict(zip(nodes, call_each(nodes, ask), strict=True))
-        except RuntimeError as error:  # a program that ends can start no threads
-            raise OSError(f"the agents were not asked: {error}") from error
+        return dict(zip(nodes, call_each(nodes, ask), strict=True))
 
     # -- the ranks' store -------------------------------------------------------------------------
 

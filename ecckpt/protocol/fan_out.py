@@ -6,8 +6,8 @@ routines, use it themselves.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,10 +24,41 @@ def call_each(
 ) -> list[R]:
     """Return ``call(target)`` for each target, in order; at most ``parallel`` calls run at once.
 
-    Raises what the first failed call raised, once all calls that began have ended.
+    The caller's thread makes calls, too: all of them where no thread can be started, as in a
+    program that ends. Raises what the first call that failed raised, once all calls that began have
+    ended.
     """
-    threads = min(parallel, len(targets))
-    if threads <= 1:
-        return [call(target) for target in targets]
-    with ThreadPoolExecutor(threads, thread_name_prefix="call") as pool:
-        return list(pool.map(call, targets))
+    results: dict[int, R] = {}
+    errors: dict[int, BaseException] = {}
+    left, lock = iter(range(len(targets))), threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                at = next(left, -1)
+            if at < 0:
+                return
+            try:
+                results[at] = call(targets[at])
+            except BaseException as error:  # raised by the caller
+                errors[at] = error
+
+    threads = _started(min(parallel, len(targets)) - 1, work)
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[at] for at in range(len(targets))]
+
+
+def _started(count: int, work: Callable[[], None]) -> list[threading.Thread]:
+    threads: list[threading.Thread] = []
+    for number in range(count):
+        thread = threading.Thread(target=work, name=f"call_{number}")
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for one more, or the interpreter is shutting down
+            break
+        threads.append(thread)
+    return threads

@@ -38,6 +38,7 @@ from ecckpt.protocol.messages.save import (
     Progress,
     Protect,
     Reserve,
+    Revoke,
     Slot,
     Stage,
     Watch,
@@ -122,6 +123,7 @@ HOLD = Verb(
 )
 HELD = Verb(name="held", request=Held, answer=Done)
 COMMIT = Verb(name="commit", request=Commit, answer=Done, errors=(Fenced,))
+REVOKE = Verb(name="revoke", request=Revoke, answer=Done, errors=(Fenced, InvalidMessage))
 
 # -- joining -------------------------------------------------------------------------------------
 IDENTITIES = Verb(name="identities", request=str, answer=Identities)

@@ -87,7 +87,9 @@ class Trainer(Actor):
             problem = f"rank {self.rank}: {error}"
 
         def commit_unless_failed(problems: list[str]) -> Steps:
-            if not any(problems):
+            if any(problems):
+                yield from run(ticket.revoke())
+            else:
                 yield from run(ticket.commit())
             return [b""] * len(problems)
 

@@ -23,7 +23,16 @@ from ecckpt.agent.records.entry import Entry
 from ecckpt.protocol.messages.disk import Retain, Store
 from ecckpt.protocol.messages.repair import Guard, Probe
 from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget
-from ecckpt.protocol.messages.save import Commit, Held, Hold, Prefetch, Protect, Reserve, Stage
+from ecckpt.protocol.messages.save import (
+    Commit,
+    Held,
+    Hold,
+    Prefetch,
+    Protect,
+    Reserve,
+    Revoke,
+    Stage,
+)
 
 if TYPE_CHECKING:
     from ecckpt.agent.storage.disk import DiskFile
@@ -283,6 +292,7 @@ Request = (
     | Hold
     | Held
     | Commit
+    | Revoke
     | Begin
     | Forget
     | Fence

@@ -3,7 +3,7 @@
 A driver hands in requests and the ends of actions, one at a time, and performs the actions that
 come back, in order: agent/runtime/driver.py, and in a simulation sim/hosts/agent.py.
 
-    Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Begin,
+    Reserve, Stage, Protect, Prefetch, Hold, Held, Commit, Revoke, Begin,
     Forget, Fence, Fetch, Assign, Guard, Store, Retain      requests (protocol/messages)
     Begun, Finished, Failed, Due, FilesRemoved              start, ends of actions, alarms, losses
 
@@ -69,6 +69,7 @@ from ecckpt.protocol.messages.save import (
     Progress,
     Protect,
     Reserve,
+    Revoke,
     Stage,
 )
 
@@ -180,7 +181,7 @@ class Core:
                 actions = self._holder.start(request, now_s)
             case Held():
                 actions = [Reply(Done()), *self._protector.held(request, now_s)]
-            case Commit():
+            case Commit() | Revoke():
                 actions = self._commit(request)
             case Begin() | Forget() | Fence():
                 actions = self._fence(request, now_s)
@@ -249,7 +250,9 @@ class Core:
         home.region.assigned = True
         return [MarkAssigned(home.region), Reply(slot_of(home.header, home.region))]
 
-    def _commit(self, message: Commit) -> list[Action]:
+    def _commit(self, message: Commit | Revoke) -> list[Action]:
+        if isinstance(message, Revoke):
+            return [*self.records.revoke(message.run, message.generation), Reply(Done())]
         record = self.records.get_or_create(message.run)
         record.commit(message.generation)
         return self.records.write_notes(record, message) or [

@@ -25,7 +25,7 @@ from ecckpt.agent.records.places import places_of
 from ecckpt.agent.records.rejected_files import RejectedFiles
 from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.records.run_record import RunRecord
-from ecckpt.errors import NotHeld, TwoHistories
+from ecckpt.errors import InvalidMessage, NotHeld, TwoHistories
 from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
 from ecckpt.format.ids import Generation, RunWriter, ShardId, check_run, is_run
 from ecckpt.policy.survival import UNREAD_DISK, UNREADABLE_DISK
@@ -190,6 +190,18 @@ class RunRecords:
     def discard(self, run: str, rank: int, generations: Iterable[Generation]) -> list[Action]:
         """Drop a rank's files of generations that the rank gave up."""
         return self.retire(self.get_or_create(run).given_up(rank, set(generations)))
+
+    def revoke(self, run: str, generation: Generation) -> list[Action]:
+        """Drop a generation in memory that its writer will not commit, of all ranks.
+
+        Raises ``Fenced``, and ``InvalidMessage`` if it is committed.
+        """
+        record = self.get(run)
+        record.check_writer(generation.writer)
+        if record.committed is not None and record.committed >= generation:
+            raise InvalidMessage(f"{generation} is committed, as far as {record.committed} is")
+        shards = record.entries.items()
+        return self.retire([each for (at, _), each in shards if at.generation == generation])
 
     def forget(self, run: str) -> list[Action]:
         """Drop all files of a run. A pinned entry is given up when its last pin goes."""

@@ -43,6 +43,7 @@ from ecckpt.protocol.messages.save import (
     Progress,
     Protect,
     Reserve,
+    Revoke,
     Slot,
     Stage,
     Watch,
@@ -135,9 +136,11 @@ class AgentService:
         """Take a holder's answer to a ``hold`` of this home."""
         return cast(Done, self._driver.ask(message))
 
-    def commit(self, message: Commit) -> Done:
-        """Note a commit, and drop older generations."""
+    def note(self, message: Commit | Fence | Retain | Revoke) -> Done:
+        """Note what changes which generations may go, and drop those."""
         return cast(Done, self._driver.ask(message))
+
+    commit = fence = retain = revoke = note
 
     def begin(self, message: Begin) -> Inventory:
         """Begin a timeline, and return the inventory of the run."""
@@ -147,10 +150,6 @@ class AgentService:
         """Drop everything that is here of a run, in memory and on disk."""
         if self._driver.reading:
             raise RequestRefused(self.info.node, 503, "the disk is still being read")
-        return cast(Done, self._driver.ask(message))
-
-    def fence(self, message: Fence) -> Done:
-        """Refuse writers of older timelines from now on."""
         return cast(Done, self._driver.ask(message))
 
     def fetch(self, message: Fetch) -> Fetched:
@@ -201,10 +200,6 @@ class AgentService:
     def store(self, message: Store) -> Stored:
         """Write a generation to disk in the background, or answer how far it is."""
         return cast(Stored, self._driver.ask(message))
-
-    def retain(self, message: Retain) -> Done:
-        """Remove superseded generations from disk."""
-        return cast(Done, self._driver.ask(message))
 
     # -- requests that only look ------------------------------------------------------------------
 

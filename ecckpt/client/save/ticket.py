@@ -30,8 +30,8 @@ from ecckpt.errors import EcckptError, SaveFailed
 from ecckpt.format.fragment_file import Header, block_bytes_for, fragment_bytes_for
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.survival import Inventory
-from ecckpt.protocol.messages.save import Commit, Progress, Protect, Reserve, Stage
-from ecckpt.protocol.verbs import COMMIT, INVENTORY, PROTECT, RESERVE, STAGE
+from ecckpt.protocol.messages.save import Commit, Progress, Protect, Reserve, Revoke, Stage
+from ecckpt.protocol.verbs import COMMIT, INVENTORY, PROTECT, RESERVE, REVOKE, STAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +105,18 @@ class Ticket:
                 text = f"could not tell {node} that {self.shard} is committed: {answer}"
                 yield from perform(Report(Message(logging.WARNING, text)))
 
+    def revoke(self) -> Routine[None]:
+        """Have all agents drop the generation, which will not be committed.
+
+        Some of its shards are protected, maybe all: a restart would take it.
+        """
+        message = Revoke(self.shard.run, self.shard.generation)
+        answers = yield from call_all(REVOKE, message, self.nodes, deadlines.COMMIT_S)
+        for node, answer in answers.items():
+            if isinstance(answer, EcckptError | OSError):
+                text = f"could not have {node} drop {self.shard.generation}: {answer}"
+                yield from perform(Report(Message(logging.WARNING, text)))
+
     def is_committed(self) -> Routine[bool]:
         """Whether some agent knows this generation, or a newer one, as committed.
 
@@ -117,11 +129,8 @@ class Ticket:
                 return True
         except (EcckptError, OSError):
             pass  # this node's agent is away: the others may know
-        try:
-            answers = yield from call_all(INVENTORY, self.shard.run, self.nodes, deadlines.CALL_S)
-            found += answers_of(answers, Inventory)
-        except OSError:
-            pass  # a program that ends can start no threads
+        answers = yield from call_all(INVENTORY, self.shard.run, self.nodes, deadlines.CALL_S)
+        found += answers_of(answers, Inventory)
         if not found:
             raise SaveFailed(
                 f"{self.shard}: no agent tells whether it is committed",

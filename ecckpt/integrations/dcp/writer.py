@@ -36,6 +36,7 @@ from ecckpt.errors import (
 )
 from ecckpt.format.ids import Generation
 from ecckpt.integrations.dcp.plan_shard import check_id, disagreements, shard_state
+from ecckpt.integrations.dcp.staging import resolved
 from ecckpt.integrations.dcp.turns import Turn, Turns, turns_of
 from ecckpt.memory.gc_pause import collector_paused
 from ecckpt.state.snapshot.plan import ShardPlan, plan_shard
@@ -95,7 +96,7 @@ class Writer(StorageWriter):
         """
         turn, turns = self._begin_save(staged=True)
         try:
-            staged = turns.stager.stage(state_dict)
+            staged = turns.stager.stage(resolved(state_dict))
         except BaseException:
             turn.drop()
             raise
@@ -219,9 +220,7 @@ class Writer(StorageWriter):
         del metadata  # a reader makes it from the shards
         assert self._ticket is not None, "DCP asks for storage_meta() first"
         try:
-            _check_receipts(
-                [result.storage_data for of_rank in results for result in of_rank], self._ticket
-            )
+            self._check([result.storage_data for of_rank in results for result in of_rank])
             self._ticket.commit()
         except AgentUnreachable:
             self._revive_agent()
@@ -245,6 +244,19 @@ class Writer(StorageWriter):
             ticket.stage(shard, slots)
         finally:
             slots.close()
+
+    def _check(self, receipts: list[Receipt]) -> None:
+        """Check what the ranks did; a generation that is refused is dropped by all agents.
+
+        Its shards are protected, and the next restart would take it.
+        """
+        assert self._ticket is not None
+        try:
+            _check_receipts(receipts, self._ticket)
+        except EcckptError:
+            with contextlib.suppress(EcckptError, OSError):  # the error being raised has the cause
+                self._ticket.revoke()
+            raise
 
     def _revive_agent(self) -> None:
         assert self._ticket is not None

@@ -144,6 +144,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Revoke:
+    """This generation will not be committed, although shards of it are protected: drop it."""
+
+    run: str
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Every shard of this generation is protected; older generations may be dropped."""
 

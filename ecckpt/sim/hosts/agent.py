@@ -193,7 +193,11 @@ class SimulatedAgent(Actor):
     def _encode(self, action: Encode, asker: Answer | None) -> None:
         home = action.job.home
         assert home is not None
-        table = encode_home(home.header, home.region, action.job.parity)
+        try:
+            table = encode_home(home.header, home.region, action.job.parity)
+        except EcckptError as error:
+            self.tell(Failed(action, error), asker)
+            return
         self.tell(Finished(action, table), asker)
 
     # -- over the network -------------------------------------------------------------------------

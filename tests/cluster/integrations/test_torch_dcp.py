@@ -282,6 +282,21 @@ def test_saves_in_the_background_queue_and_see_no_later_change(alone):
     assert (blank["x"] == -7).all()
 
 
+def test_conjugate_and_negative_views_are_stored_as_they_read(alone):
+    wave = torch.randn(3, 4, dtype=torch.complex64)
+    state = {"conj": wave.conj(), "nested": [{"mH": wave.mH, "imag": wave.conj().imag}]}
+    assert state["nested"][0]["imag"].is_neg()
+    dcp.async_save(state, storage_writer=Writer(alone, 1)).result(timeout=20)
+    blank = {
+        "conj": torch.zeros(3, 4, dtype=torch.complex64),
+        "nested": [{"mH": torch.zeros(4, 3, dtype=torch.complex64), "imag": torch.zeros(3, 4)}],
+    }
+    load(alone, blank)
+    assert same(blank["conj"], wave.conj().resolve_conj())
+    assert same(blank["nested"][0]["mH"], wave.mH.resolve_conj())
+    assert same(blank["nested"][0]["imag"], -wave.imag)
+
+
 def test_a_save_that_does_not_end_keeps_the_next_until_the_deadline(cluster):
     release = threading.Event()
 
@@ -404,6 +419,22 @@ def test_other_ranks_read_it_after_the_loss_of_its_homes(tmp_path):
             assert run_ranks(tmp_path, ranks, read) == [(2, 2)] * ranks
 
 
+def test_a_save_that_was_refused_is_not_what_the_next_start_gets(cluster, tmp_path):
+    def refused(rank):
+        with checkpointer(cluster, "refused", rank) as one:
+            Reader(one)
+            save(one, 1, world_state(2))
+            return failing(lambda: save(one, 2, world_state(2) | {"same": rank}))
+
+    assert run_ranks(tmp_path, 2, refused)[0][0][0] == "StateMismatch"
+
+    def again(rank):
+        with checkpointer(cluster, "refused", rank) as one:
+            return Reader(one).step
+
+    assert run_ranks(tmp_path, 2, again) == [1, 1]
+
+
 def test_no_rank_is_left_without_the_news_of_a_failure(cluster, tmp_path):
     class Failing(DefaultSavePlanner):
         def resolve_data(self, write_item):
@@ -422,7 +453,7 @@ def test_no_rank_is_left_without_the_news_of_a_failure(cluster, tmp_path):
             heard.append(failing(lambda: save(one, 6, {"bad": Trap()} if rank else {})))
             heard.append(failing(lambda: save(one, 7, world_state(2), no_dist=True)))
             blank = world_state(2, blank=True)
-            assert Reader(one, step=1).step == 1
+            assert Reader(one).step == 1  # no generation that was refused
             save(one, 8, world_state(2, seed=8))
             heard.append(failing(lambda: load(one, blank | {"none": rank})))
             blank = world_state(2, blank=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -44,3 +46,22 @@ def test_the_first_failed_call_is_raised() -> None:
 
     with pytest.raises(ValueError, match="1"):
         call_each([0, 1, 2], call)
+
+
+def test_a_program_that_ends_calls_each_all_the_same():
+    code = """
+import atexit, concurrent.futures
+from ecckpt.protocol.fan_out import call_each
+atexit.register(lambda: print(call_each([1, 2, 3], lambda number: 2 * number)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("[2, 4, 6]\n", "")
+
+
+def test_where_no_thread_can_be_started_the_caller_calls(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    here = threading.get_ident()
+    assert call_each(range(5), lambda _: threading.get_ident()) == [here] * 5

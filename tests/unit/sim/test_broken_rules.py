@@ -466,7 +466,7 @@ BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Faults, int]] = [
     (_believes_every_byte, "bytes", ROT, 0),
     (_gives_slots_to_others_while_they_are_written, "bytes", SLEEPERS, 0),
     (_recycles_what_tensors_lie_in, "bytes", RESTARTS, 0),
-    (_forgets_what_tensors_lie_in, "bytes", RESTARTS_OF_ALL, 0),
+    (_forgets_what_tensors_lie_in, "bytes", RESTARTS_OF_ALL, 1),
     (_orders_another_generation_for_one_rank, "mixed", SLOW, 0),
     (_takes_absence_for_loss, "recovery", LOSSES, 0),
     (_takes_unread_disks_for_empty, "recovery", SLOW_DISKS, 4),
