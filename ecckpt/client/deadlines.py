@@ -76,6 +76,8 @@ DISK_PATIENCE_S = 60.0
 # -- a restore ------------------------------------------------------------------------------------
 # This node's agent tells its newest timeline: only a guess that saves rank 0 a round.
 KNOWN_TIMELINE_S = 1.0
+# A start that begins its timeline this long after it came to join asks first whether it may.
+BEGINS_AT_ONCE_S = 1.0
 # Between two looks whether this node's agent is back.
 AGENT_LOOK_S = 0.1
 # Of each wait between ranks, one peer that hangs may use up a quarter, and no more than this.

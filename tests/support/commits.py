@@ -45,7 +45,7 @@ def cluster_of(
             "local_ranks": 1,
             "share": tuple(nodes[ranks:][rank::ranks]),
             "memory_bytes": 0,
-            "started_s": 0.0,
+            "started_s": 1000.0,
         }
         | fields,
     )

@@ -272,8 +272,11 @@ class Core:
         else:
             if not message.writer.session:
                 raise InvalidMessage(f"{message.run}: a timeline is begun by a session")
-            age_s = message.age_s if isinstance(message, Begin) else 0.0
-            newer = record.begin_timeline(message.writer, now_s - age_s)
+            born_s = now_s - (message.age_s if isinstance(message, Begin) else 0.0)
+            if not message.writer.timeline:  # it only asks
+                record.check_age(message.writer, born_s)
+                return [self._reply(message)]
+            newer = record.begin_timeline(message.writer, born_s)
         forgotten: list[Action] = []
         if isinstance(message, Forget):
             forgotten = [
@@ -367,5 +370,8 @@ class Core:
             case Record(run):
                 actions = self.records.notes_copied(run, None)
             case Post(message=Hold(header=header), job=Job() as job, node=node):
-                actions = self._protector.unreached(job, header.index, node, error, now_s)
+                run = header.shard.run
+                told = self.records.reach(run, error.current) if isinstance(error, Fenced) else []
+                lost = self._protector.unreached(job, header.index, node, error, now_s)
+                actions = [*told, *lost]
         return actions

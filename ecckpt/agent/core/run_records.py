@@ -21,12 +21,12 @@ from ecckpt.agent.core.actions import (
     Warn,
 )
 from ecckpt.agent.records.entry import Entry
-from ecckpt.agent.records.places import places_of
+from ecckpt.agent.records.places import places_of, shard_place_of
 from ecckpt.agent.records.rejected_files import RejectedFiles
 from ecckpt.agent.records.run_notes import RunNotes
 from ecckpt.agent.records.run_record import RunRecord
 from ecckpt.errors import InvalidMessage, NotHeld, TwoHistories
-from ecckpt.format.fragment_file import HOME, SUPERBLOCK_BYTES, Header, pack_table
+from ecckpt.format.fragment_file import HOME, Header, pack_table
 from ecckpt.format.ids import Generation, RunWriter, ShardId, check_run, is_run
 from ecckpt.policy.survival import UNREAD_DISK, UNREADABLE_DISK
 
@@ -104,6 +104,11 @@ class RunRecords:
         if header is not None:
             record.learn_from(header)
         return (self.clear(run) if newer else []) + self.write_notes(record)
+
+    def reach(self, run: str, timeline: int) -> list[Action]:
+        """A peer serves a newer timeline: fence this node's writers, that must end, too."""
+        record = self.get_or_create(run)
+        return [*self.clear(run), *self.write_notes(record)] if record.reach(timeline) else []
 
     def write_notes(self, record: RunRecord, request: Noted | None = None) -> list[Action]:
         """Have the run's notes written to tmpfs if they changed; then ``request`` is answered."""
@@ -371,14 +376,10 @@ class RunRecords:
 
     def locate_shard(self, shard: ShardId) -> tuple[Region | DiskFile, int, int]:
         """Where the safetensors file lies within a home copy: the file, offset and length."""
-        record = self.get(shard.run)
-        entry = record.find(shard, HOME)
-        if entry is not None and entry.table is not None:
-            return entry.region, SUPERBLOCK_BYTES, entry.header.shard_bytes
-        file = record.files.get((shard, HOME))
-        if file is not None:
-            return file, SUPERBLOCK_BYTES, file.header.shard_bytes
-        raise NotHeld(f"node {self.node} has no home copy of {shard}")
+        place = shard_place_of(self.get(shard.run), shard)
+        if place is None:
+            raise NotHeld(f"node {self.node} has no home copy of {shard}")
+        return place
 
     def locate(
         self, shard: ShardId, index: int, *, last: bool = False, early: bool = False

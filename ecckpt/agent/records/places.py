@@ -42,3 +42,12 @@ def places_of(record: RunRecord, shard: ShardId, index: int, *, early: bool) -> 
         size_bytes = file.header.fragment_bytes
         places.append((file, SUPERBLOCK_BYTES + index * size_bytes, size_bytes))
     return places
+
+
+def shard_place_of(record: RunRecord, shard: ShardId) -> Place | None:
+    """Where the safetensors file lies within a home copy; None without a home copy."""
+    entry = record.find(shard, HOME)
+    if entry is not None and entry.table is not None:
+        return entry.region, SUPERBLOCK_BYTES, entry.header.shard_bytes
+    file = record.files.get((shard, HOME))
+    return (file, SUPERBLOCK_BYTES, file.header.shard_bytes) if file is not None else None

@@ -124,6 +124,11 @@ class RunRecord:
             self.fence, self.session, self.born_s = timeline, "", 0.0
         return newer
 
+    def check_age(self, writer: RunWriter, born_s: float) -> None:
+        """Raise ``OlderStart`` if another session that is younger has begun a timeline."""
+        if writer.session != self.session and self.born_s > born_s:
+            raise OlderStart(timeline=writer.timeline, current=self.fence)
+
     def begin_timeline(self, writer: RunWriter, born_s: float) -> bool:
         """Let a session, whose start was at ``born_s``, begin a timeline; True if it is new here.
 
@@ -132,8 +137,7 @@ class RunRecord:
         that is younger has begun any: one that was stopped and goes on does not replace its
         successor.
         """
-        if writer.session != self.session and self.born_s > born_s:
-            raise OlderStart(timeline=writer.timeline, current=self.fence)
+        self.check_age(writer, born_s)
         newer = self.admit(writer)
         self.born_s = min(born_s, self.born_s or born_s)
         return newer

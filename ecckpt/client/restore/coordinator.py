@@ -194,12 +194,15 @@ class Coordinator:
         the first guess need not be right. Raises ``Fenced`` if others begin timelines faster, and
         ``OlderStart`` if a younger start has begun one, and ``TooFewAgents``.
         """
+        age_s = (yield from perform(Now())) - self._cluster.started_s
+        if age_s > deadlines.BEGINS_AT_ONCE_S:
+            # Another start may have begun meanwhile. If it is younger, no agent may hear of a
+            # timeline of this one: it would refuse the other from then on.
+            known = [each.fence for each in (yield from self._look())]
         guesses = known if any(known) else (yield from self._fences_elsewhere())
         timeline = max(guesses, default=0) + 1
         for _ in range(_TRIES):
             answers = yield from self._ask_to_begin(timeline)
-            for outlived in answers_of(answers, OlderStart):
-                raise outlived
             newer = [fenced.current for fenced in answers_of(answers, Fenced)]
             if not newer:
                 self._timeline = timeline
@@ -236,7 +239,7 @@ class Coordinator:
         return [inventory.fence for inventory in answers_of(answers, Inventory)]
 
     def _look(self) -> Routine[list[Inventory]]:
-        """Again, what the agents have; ``Fenced`` by any of them if a newer start has begun."""
+        """What the agents have, now; ``Fenced`` by any of them if a newer start has begun."""
         answers = yield from self._ask_to_begin(self._timeline)
         _require_unfenced(answers)
         return answers_of(answers, Inventory)
@@ -244,7 +247,10 @@ class Coordinator:
     def _ask_to_begin(self, timeline: int) -> Routine[dict[str, Any]]:
         age_s = (yield from perform(Now())) - self._cluster.started_s
         message = Begin(self._cluster.run, self._cluster.writer(timeline), age_s)
-        return (yield from self._ask_all(BEGIN, message))
+        answers = yield from self._ask_all(BEGIN, message)
+        for outlived in answers_of(answers, OlderStart):
+            raise outlived
+        return answers
 
     def _ask_all(self, verb: Verb[Any, Any], message: object) -> Routine[dict[str, Any]]:
         """Answers of all agents, also those that name another start; silent ones are left out."""

@@ -30,7 +30,7 @@ from ecckpt.client.save.ticket import Ticket
 from ecckpt.errors import EcckptError
 from ecckpt.format.block_ranges import Flags
 from ecckpt.format.header_columns import Headers
-from ecckpt.format.ids import Generation, RunWriter
+from ecckpt.format.ids import Generation
 from ecckpt.policy import survival as recovery
 from ecckpt.policy.gather_plan import GatherPlan
 from ecckpt.policy.retention import Keep
@@ -103,12 +103,7 @@ def _gives_up_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _lets_older_starts_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent does not ask how old a start is."""
-    begin = run_record.RunRecord.begin_timeline
-
-    def begin_timeline(self: run_record.RunRecord, writer: RunWriter, born_s: float) -> bool:
-        return begin(self, writer, float("inf"))
-
-    monkeypatch.setattr(run_record.RunRecord, "begin_timeline", begin_timeline)
+    monkeypatch.setattr(run_record.RunRecord, "check_age", lambda *_: None)
 
 
 def _compares_no_claims(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from ecckpt.errors import (
     InvalidMessage,
     MemoryBudgetTooSmall,
     NotHeld,
+    OlderStart,
     RequestRefused,
 )
 from ecckpt.format.fragment_file import HOME
+from ecckpt.format.ids import RunWriter
 from ecckpt.protocol.messages.node import Done
-from ecckpt.protocol.messages.restore import Assign, Fence, Fetch
+from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch
 from ecckpt.protocol.messages.save import Held, Hold, Stage
 from tests.support.builders import generation, header, table_of, writer_of
 from tests.support.hands import (
@@ -587,3 +589,23 @@ def test_a_few_holders_are_never_enough_whoever_is_dead(hands):
         unsent(hands, index)
         unsent(hands, index)
     assert (state(hands).state, state(hands).held) == ("failed", 2)
+
+
+def test_a_holder_that_serves_a_newer_timeline_fences_this_nodes_writers_too(hands):
+    living(hands)
+    post = hands.next(act.Post)
+    hands.tell(act.Failed(post, Fenced(timeline=1, current=4)))
+    with pytest.raises(Fenced, match="timeline 4 has started"):
+        hands.tell(reserve())
+
+
+# -- a start that only asks -----------------------------------------------------------------------
+
+
+def test_a_start_may_ask_whether_it_may_begin(hands):
+    hands.ask(Begin("test", RunWriter(3, "a" * 16), 5.0))
+    young, old = RunWriter(0, "b" * 16), RunWriter(0, "c" * 16)
+    assert hands.ask(Begin("test", young, 1.0)).fence == 3
+    with pytest.raises(OlderStart, match="began timeline 3"):
+        hands.tell(Begin("test", old, 6.0))
+    assert hands.ask(Begin("test", RunWriter(3, "a" * 16), 5.0)).fence == 3  # nothing has changed

@@ -9,7 +9,7 @@ from ecckpt.client.effects import CallAgents
 from ecckpt.client.events import GenerationRefused, RestoreDecided, RestorePlanned, TimelineBegun
 from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Outcome, Wanted
-from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff, revive
+from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff, OlderStart, revive
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import RunWriter
 from ecckpt.policy.rollbacks import RollBack
@@ -55,7 +55,7 @@ class Lead(Performer):
     def _begin(self, effect):
         node, timeline = effect.node, effect.message.writer.timeline
         self._answer_or_not(node)
-        if timeline < self.fences[node]:
+        if 0 < timeline < self.fences[node]:
             raise Fenced(timeline=timeline, current=self.fences[node])
         if timeline > self.fences[node]:
             self.fences[node] = timeline
@@ -96,7 +96,7 @@ def test_it_is_above_all_that_anybody_knows():
     assert (order.timeline, order.header) == (8, None)
     assert lead.timelines() == [8]
     (asked,) = lead.asked(BEGIN)
-    assert asked.message == Begin("test", RunWriter(8, SESSION), lead.now_s)
+    assert asked.message == Begin("test", RunWriter(8, SESSION), 0.0)
     assert (list(asked.nodes), asked.patience_s) == (NODES, 7.0)
     assert lead.asked(INVENTORY) == []
 
@@ -232,6 +232,19 @@ def test_where_dtensors_are_cut_anew_the_same_generation_is_ordered_whole():
     (order,) = lead.order(known=[1])
     assert (order.header.shard.generation, len(order.shards)) == (gen, 1)
     assert lead.judge(gen, OK)
+
+
+def test_a_start_that_begins_late_asks_first_whether_it_may():
+    lead = Lead(fences={"n0": 3, "n2": 6})
+    lead.clock.now_s += 30.0
+    assert lead.order(known=[3])[0].timeline == 7
+    assert lead.timelines() == [0, 7]
+    late = Lead(fences={"n2": 6})
+    late.clock.now_s += 30.0
+    late.answers[BEGIN] = lambda effect: revive("OlderStart", "a younger one", {"current": 6})
+    with pytest.raises(OlderStart, match="a younger one"):
+        late.order(known=[3])
+    assert late.timelines() == [0]  # no agent has heard of a timeline of it
 
 
 def test_agents_are_told_once_and_behind_the_restore():
