@@ -171,13 +171,6 @@ def test_a_save_may_be_committed_if_no_agent_answers():
         holder.run(holder.ticket.is_committed())
 
 
-def test_a_program_that_ends_and_can_ask_nobody_takes_it_for_not_committed():
-    holder = Holder()
-    holder.answers[INVENTORY] = inventory("n0")
-    holder.on[CallAgents] = OSError("the agents were not asked")
-    assert holder.run(holder.ticket.is_committed()) is False
-
-
 def test_a_ticket_goes_to_another_process():
     ticket = ticket_of()
     assert pickle.loads(pickle.dumps(ticket)) == ticket
