@@ -228,8 +228,10 @@ def _bind_peers(root: Path, host: str, port: int) -> socket.socket:
     """
     memo = root / "port"
     with contextlib.suppress(OSError, ValueError, InvalidConfig):
-        if port == 0:
-            return _bind_tcp(host, int(memo.read_text()))
+        before = int(memo.read_text())
+        # Another number is no port: the file was damaged, and is written again.
+        if port == 0 and 0 < before < 1 << 16:
+            return _bind_tcp(host, before)
     peers = _bind_tcp(host, port)
     with contextlib.suppress(OSError):  # a full tmpfs costs the memory of the port only
         memo.write_text(str(peers.getsockname()[1]))

@@ -7,7 +7,6 @@ to the core; the others read the core's records under the driver's lock.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from ecckpt.agent.runtime.network import PeerNetwork
 from ecckpt.agent.runtime.rate_limit import pace_of
 from ecckpt.agent.runtime.region_store import RegionStore
 from ecckpt.agent.runtime.verify import Blocks, check_entry, check_file
-from ecckpt.errors import AgentMismatch, CorruptFragment, RequestRefused
+from ecckpt.agent.storage.instance import instance_of
+from ecckpt.errors import CorruptFragment, RequestRefused
 from ecckpt.format.fragment_file import FORMAT_VERSION, HOME
 from ecckpt.format.ids import ShardId
 from ecckpt.policy.survival import UNREADABLE_DISK, Inventory
@@ -101,7 +101,7 @@ class AgentService:
         self._changed = self._driver.changed
         self.info = NodeInfo(
             node=node,
-            instance=_instance(root, node),
+            instance=instance_of(root, node),
             domain=domain,
             address=address,
             root=str(root),
@@ -376,20 +376,3 @@ def _guard_fields(guard: GuardStatus) -> dict[str, Any]:
         "repaired": guard.repaired,
         "problem": guard.problem,
     }
-
-
-def _instance(root: Path, node: str) -> str:
-    """The id of this node's memory: drawn when the folder is empty, and lost with the memory.
-
-    Raises ``AgentMismatch`` if the folder is another node's, because peers know it by that name.
-    """
-    path = root / "instance"
-    if not path.exists():
-        path.write_text(f"{secrets.token_hex(8)} {node}")
-    instance, owner = path.read_text().split(maxsplit=1)
-    if owner != node:
-        raise AgentMismatch(
-            f"{root} is the memory of node {owner}, not of {node}",
-            hint=f"give --node {owner}, or another --root",
-        )
-    return instance

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ecckpt.agent.runtime import daemon
+from ecckpt.agent.storage.instance import instance_of
 from ecckpt.client.cluster.local_agent import await_agent, find_or_start, local_client, start
 from ecckpt.client.config import NodeConfig
 from ecckpt.errors import RequestRefused
@@ -166,6 +167,25 @@ def test_a_folder_is_one_nodes_memory(cluster1: LocalCluster) -> None:
     )
     assert other.returncode != 0
     assert "is the memory of node n0, not of other" in other.stderr
+
+
+@pytest.mark.parametrize("text", ["", "x", "0123456789abcdef", "\0" * 20, "0" * 16 + " \xff\xfe"])
+def test_an_id_of_the_memory_that_is_damaged_is_drawn_anew(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = instance_of(tmp_path, "n0")
+    assert instance_of(tmp_path, "n0") == first
+    (tmp_path / "instance").write_text(text)
+    again = instance_of(tmp_path, "n0")
+    assert again == instance_of(tmp_path, "n0") != first
+    assert "no id of a node's memory" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "99999", "-1", "0", "x", "1" * 400])
+def test_a_port_that_is_none_is_forgotten(tmp_path: Path, text: str) -> None:
+    (tmp_path / "port").write_text(text)
+    with daemon._bind_peers(tmp_path, "127.0.0.1", 0) as peers:
+        assert (tmp_path / "port").read_text() == str(peers.getsockname()[1])
 
 
 def test_a_killed_worker_is_restarted_and_adopts(cluster1: LocalCluster) -> None:
