@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ecckpt.format.ids import Generation
 from ecckpt.policy.rollbacks import RollBack
 from ecckpt.protocol.messages.repair import Guard
+
+# A time of birth before every other. Not 0: a start may be older than the host of an agent is up.
+NOT_KNOWN_S = -math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +25,9 @@ class RunNotes:
     guard: Guard | None = None
     restored_by: int = 0
     session: str = ""
-    born_s: float = 0.0
+    born_s: float = NOT_KNOWN_S
 
     @property
     def lasting(self) -> RunNotes:
         """The part that still means something when all memory is lost: what goes to disk."""
-        return replace(self, committed=None, guard=None, born_s=0.0)
+        return replace(self, committed=None, guard=None, born_s=NOT_KNOWN_S)

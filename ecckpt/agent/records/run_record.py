@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from ecckpt.agent.records.entry import Entry
-from ecckpt.agent.records.run_notes import RunNotes
+from ecckpt.agent.records.run_notes import NOT_KNOWN_S, RunNotes
 from ecckpt.errors import Fenced, InvalidMessage, NotHeld, OlderStart
 from ecckpt.format.fragment_file import HOME, Header
 from ecckpt.format.header_columns import Headers
@@ -35,7 +35,8 @@ class RunRecord:
 
     fence               the newest timeline that a writer used; older writers are refused
     session             the session that began that timeline; empty if not known
-    born_s              when that session was started, by the agent's clock; 0 if not known
+    born_s              when that session was started, by the agent's clock; ``NOT_KNOWN_S``, which
+                        is before every start, if that is not known
     forgotten           files of timelines before this one were dropped by ``forget``
     committed           the newest generation known to be committed
     restored            the generation that timeline ``restored_by`` continues
@@ -53,7 +54,7 @@ class RunRecord:
     _: KW_ONLY
     fence: int = 0
     session: str = ""
-    born_s: float = 0.0
+    born_s: float = NOT_KNOWN_S
     forgotten: int = 0
     committed: Generation | None = None
     restored: Generation | None = None
@@ -121,7 +122,7 @@ class RunRecord:
         """Raise the fence to a timeline that is in use; True if that is new to this node."""
         newer = timeline > self.fence
         if newer:
-            self.fence, self.session, self.born_s = timeline, "", 0.0
+            self.fence, self.session, self.born_s = timeline, "", NOT_KNOWN_S
         return newer
 
     def check_age(self, writer: RunWriter, born_s: float) -> None:
@@ -139,7 +140,8 @@ class RunRecord:
         """
         self.check_age(writer, born_s)
         newer = self.admit(writer)
-        self.born_s = min(born_s, self.born_s or born_s)
+        if self.born_s == NOT_KNOWN_S or born_s < self.born_s:  # a message takes time: the least
+            self.born_s = born_s
         return newer
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from ecckpt.agent.records.run_notes import RunNotes
+from ecckpt.agent.records.run_notes import NOT_KNOWN_S, RunNotes
 from ecckpt.coding.crc32c import crc32c
 from ecckpt.errors import CorruptFragment, InvalidMessage
 from ecckpt.format.ids import Generation
@@ -50,7 +50,7 @@ def unpack_notes(raw: bytes, where: str) -> RunNotes:
             raise InvalidMessage(f"{where}: the fence or a timeline is not a number")
         if type(session) is not str:
             raise InvalidMessage(f"{where}: the session is not a text")
-        born_s = fields.get("born_s", 0.0)
+        born_s = fields.get("born_s", NOT_KNOWN_S)
         if type(born_s) is not float:
             raise InvalidMessage(f"{where}: when the session was started is not a number")
         roll_backs = (

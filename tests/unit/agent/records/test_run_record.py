@@ -185,6 +185,14 @@ def test_a_start_that_is_older_than_the_one_that_began_is_refused():
     assert ledger.begin_timeline(RunWriter(7, "old"), 99.0)
 
 
+def test_a_start_may_be_older_than_the_host_of_an_agent_is_up():
+    ledger = RunRecord(run="test", fence=3)
+    assert ledger.begin_timeline(RunWriter(4, "one"), -300.0)
+    with pytest.raises(OlderStart):
+        ledger.begin_timeline(RunWriter(5, "two"), -400.0)
+    assert ledger.begin_timeline(RunWriter(5, "three"), -200.0)
+
+
 def test_of_two_sessions_on_one_timeline_a_node_hears_one():
     ledger = RunRecord(run="test", fence=3)
     ledger.begin_timeline(RunWriter(4, "one"), 0.0)
