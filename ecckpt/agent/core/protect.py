@@ -335,7 +335,12 @@ class Protector:
     def _finish(self, job: Job, now_s: float, *, failed: bool = False) -> list[Action]:
         job.protected_s = now_s - job.started_s
         if not failed and len(job.held) < job.needed:
-            job.problems.append(f"{len(job.held)} fragments held, at least {job.needed} needed")
+            text = f"{len(job.held)} fragments held, at least {job.needed} needed"
+            if len(job.held) >= job.message.min_fragments:
+                text += (
+                    ": all whose holders can be reached (a number for min_margin asks for fewer)"
+                )
+            job.problems.append(text)
             failed = True
         job.state = JobState.FAILED if failed else JobState.PROTECTED
         problem = "; ".join(job.problems[:4])
