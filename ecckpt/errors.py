@@ -207,8 +207,7 @@ class OlderStart(EcckptError):
 
     def __init__(self, *, timeline: int, current: int) -> None:
         super().__init__(
-            f"timeline {timeline} is refused: a start that is younger than this one began "
-            f"timeline {current}",
+            f"this start is refused: one that is younger than this one began timeline {current}",
             hint="this process must end; if it is the one that shall run, start it again",
         )
         self.timeline, self.current = timeline, current
