@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ecckpt.agent.runtime import metrics
-from ecckpt.agent.runtime.addresses import check_addresses
 from ecckpt.agent.runtime.service import AgentService
 from ecckpt.errors import (
     AgentMismatch,
@@ -32,6 +31,7 @@ from ecckpt.errors import (
     facts,
 )
 from ecckpt.format.ids import Generation, ShardId, check_run
+from ecckpt.protocol.addresses import check_addresses
 from ecckpt.protocol.encoding import REQUEST_LIMIT_BYTES, pack_message, run_of, unpack_message
 from ecckpt.protocol.http import NODE_HEADER
 from ecckpt.protocol.messages.node import Done, Refusal

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ecckpt.agent.runtime.addresses import check_addresses
 from ecckpt.errors import InvalidMessage
+from ecckpt.protocol.addresses import check_addresses
 from ecckpt.protocol.messages.repair import Guard, Member, Repair
 from ecckpt.protocol.messages.restore import Fetch, Sources
 from ecckpt.protocol.messages.save import Hold, Prefetch, Protect, Target
