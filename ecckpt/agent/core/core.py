@@ -263,6 +263,9 @@ class Core:
     def _fence(self, message: Begin | Forget | Fence, now_s: float) -> list[Action]:
         if isinstance(message, Forget):  # of people, who may leave the identity out
             message = replace(message, run=self.records.full_name(message.run))
+        if isinstance(message, Begin) and not message.writer.timeline:  # it only asks
+            self.records.get(message.run).check_age(message.writer, now_s - message.age_s)
+            return [self._reply(message)]
         record = self.records.get_or_create(message.run)
         if isinstance(message, Fence):
             newer = record.admit(message.writer)
@@ -273,9 +276,6 @@ class Core:
             if not message.writer.session:
                 raise InvalidMessage(f"{message.run}: a timeline is begun by a session")
             born_s = now_s - (message.age_s if isinstance(message, Begin) else 0.0)
-            if not message.writer.timeline:  # it only asks
-                record.check_age(message.writer, born_s)
-                return [self._reply(message)]
             newer = record.begin_timeline(message.writer, born_s)
         forgotten: list[Action] = []
         if isinstance(message, Forget):

@@ -84,11 +84,11 @@ class Holder:
         # Every check comes before the first change: a request that is refused changes nothing.
         self._records.get(header.shard.run).check_writer(message.writer)
         table = parse_table(message.table, header, f"table of {header.shard}")
+        if any(each.message == message for each in (*self._waiting, *self._pulling)):
+            return [Reply(Done())]  # asked again, and still at it
         queued = len(self._waiting) + len(self._pulling)
         if queued >= _QUEUE_LIMIT:
             raise RequestRefused(self._records.node, 503, f"{queued} fragments are queued")
-        if any(each.message == message for each in (*self._waiting, *self._pulling)):
-            return [Reply(Done())]  # asked again, and still at it
         admitted = self._records.admit(header.shard.run, message.writer, header)
         superseded = self.prefetcher.supersede(header.shard)
         taking = self.prefetcher.claim(message) or Taking(message=message)

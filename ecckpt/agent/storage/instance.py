@@ -7,11 +7,12 @@ import re
 import secrets
 from pathlib import Path
 
-from ecckpt.errors import AgentMismatch
+from ecckpt.errors import AgentMismatch, InvalidConfig
+from ecckpt.format.ids import check_name
 
 _log = logging.getLogger(__name__)
 
-_SPELLING = re.compile(r"([0-9a-f]{16}) ([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+_SPELLING = re.compile(r"([0-9a-f]{16}) ([ -~]+)")
 
 
 def instance_of(root: Path, node: str) -> str:
@@ -22,7 +23,7 @@ def instance_of(root: Path, node: str) -> str:
     path = root / "instance"
     text = path.read_bytes().decode(errors="replace") if path.exists() else ""
     found = _SPELLING.fullmatch(text)
-    if found is None:
+    if found is None or not _is_name(found[2]):
         if path.exists():
             _log.warning("%s: %r is no id of a node's memory; drawn anew", path, text[:80])
         return _draw(path, node)
@@ -32,6 +33,13 @@ def instance_of(root: Path, node: str) -> str:
             hint=f"give --node {found[2]}, or another --root",
         )
     return found[1]
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return bool(check_name("node", text))
+    except InvalidConfig:
+        return False
 
 
 def _draw(path: Path, node: str) -> str:

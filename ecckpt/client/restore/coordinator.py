@@ -194,11 +194,14 @@ class Coordinator:
         the first guess need not be right. Raises ``Fenced`` if others begin timelines faster, and
         ``OlderStart`` if a younger start has begun one, and ``TooFewAgents``.
         """
+        # An agent that hears of a timeline refuses other starts from then on. So none hears of one
+        # that cannot be: too few agents have joined or, of a start that begins late, answer now, or
+        # a younger one has the run.
+        self._require_enough(len(self._cluster.address))
         age_s = (yield from perform(Now())) - self._cluster.started_s
         if age_s > deadlines.BEGINS_AT_ONCE_S:
-            # Another start may have begun meanwhile. If it is younger, no agent may hear of a
-            # timeline of this one: it would refuse the other from then on.
-            known = [each.fence for each in (yield from self._look())]
+            there = yield from self._await_enough((yield from self._look()))
+            known = [each.fence for each in there]
         guesses = known if any(known) else (yield from self._fences_elsewhere())
         timeline = max(guesses, default=0) + 1
         for _ in range(_TRIES):
@@ -206,25 +209,32 @@ class Coordinator:
             newer = [fenced.current for fenced in answers_of(answers, Fenced)]
             if not newer:
                 self._timeline = timeline
-                return (yield from self._require_enough(answers_of(answers, Inventory)))
+                return (yield from self._await_enough(answers_of(answers, Inventory)))
             timeline = max(timeline, *newer) + 1  # agents of another make may leave it out
         raise Fenced(timeline=timeline - 1, current=timeline - 1)
 
-    def _require_enough(self, inventories: list[Inventory]) -> Routine[list[Inventory]]:
-        """Raise ``TooFewAgents`` if another start may have as many agents that this one has not.
-
-        More than half of the nodes are enough, or all but those that may be lost by promise. Silent
-        ones are asked once more.
-        """
-        cluster = self._cluster
-        nodes = len(cluster.address) + len(cluster.missing)
-        need = min(nodes // 2 + 1, nodes - (cluster.placement.code.m + 1))
-        if len(inventories) < need and self._silent:
+    def _await_enough(self, inventories: list[Inventory]) -> Routine[list[Inventory]]:
+        """Enough inventories; agents that are silent are asked once more if these are too few."""
+        if self._silent and len(inventories) < self._enough:
             self._silent.clear()
             inventories = yield from self._look()
-        if len(inventories) < need:
-            raise TooFewAgents(cluster.run, have=len(inventories), need=need, nodes=nodes)
+        self._require_enough(len(inventories))
         return inventories
+
+    @property
+    def _enough(self) -> int:
+        """How many agents a start needs, so that no other start can have as many that it has not.
+
+        More than half of the nodes, or all but those that may be lost by promise if that is less.
+        """
+        nodes = len(self._cluster.address) + len(self._cluster.missing)
+        return min(nodes // 2 + 1, nodes - (self._cluster.placement.code.m + 1))
+
+    def _require_enough(self, have: int) -> None:
+        """Raise ``TooFewAgents`` with the numbers if these are too few."""
+        nodes = len(self._cluster.address) + len(self._cluster.missing)
+        if have < self._enough:
+            raise TooFewAgents(self._cluster.run, have=have, need=self._enough, nodes=nodes)
 
     def _fences_elsewhere(self) -> Routine[list[int]]:
         """Timelines seen by a few other nodes, where the ranks' own agents are new to the run."""

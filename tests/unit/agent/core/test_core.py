@@ -3,6 +3,7 @@
 import pytest
 
 from ecckpt.agent.core import actions as act
+from ecckpt.agent.core import hold as holding
 from ecckpt.errors import (
     AgentUnreachable,
     CorruptFragment,
@@ -17,7 +18,7 @@ from ecckpt.errors import (
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import RunWriter
 from ecckpt.protocol.messages.node import Done
-from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch
+from ecckpt.protocol.messages.restore import Assign, Begin, Fence, Fetch, Forget
 from ecckpt.protocol.messages.save import Held, Hold, Stage
 from tests.support.builders import generation, header, table_of, writer_of
 from tests.support.hands import (
@@ -609,3 +610,17 @@ def test_a_start_may_ask_whether_it_may_begin(hands):
     with pytest.raises(OlderStart, match="began timeline 3"):
         hands.tell(Begin("test", old, 6.0))
     assert hands.ask(Begin("test", RunWriter(3, "a" * 16), 5.0)).fence == 3  # nothing has changed
+
+
+def test_a_forget_of_no_timeline_is_no_question(hands):
+    take(hands, hold(gen=OLD))
+    with pytest.raises(Fenced):
+        hands.tell(Forget("test", RunWriter(0, "a" * 16)))
+
+
+def test_a_fragment_that_is_asked_for_again_takes_no_second_place(hands, monkeypatch):
+    hands.ask(hold())
+    monkeypatch.setattr(holding, "_QUEUE_LIMIT", 1)
+    assert hands.ask(hold()) == Done()
+    with pytest.raises(RequestRefused, match="1 fragments are queued"):
+        hands.tell(hold(3))

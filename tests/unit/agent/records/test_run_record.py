@@ -200,7 +200,7 @@ def test_of_two_sessions_on_one_timeline_a_node_hears_one():
         with pytest.raises(Fenced):
             ledger.admit(writer)
     assert not ledger.admit(RunWriter(4, "one"))
-    assert not ledger.admit(RunWriter(4, ""))  # a repair by hand is nobody's in particular
+    assert not ledger.admit(RunWriter(4, ""))  # a repair by hand names no session, and is admitted
     with pytest.raises(Fenced):
         ledger.commit(generation(4, 9, "2" * 16))
 

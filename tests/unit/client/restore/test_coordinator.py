@@ -9,7 +9,7 @@ from ecckpt.client.effects import CallAgents
 from ecckpt.client.events import GenerationRefused, RestoreDecided, RestorePlanned, TimelineBegun
 from ecckpt.client.restore.coordinator import Coordinator
 from ecckpt.client.restore.protocol import Outcome, Wanted
-from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff, OlderStart, revive
+from ecckpt.errors import AgentUnreachable, Fenced, NodeCutOff, OlderStart, TooFewAgents, revive
 from ecckpt.format.fragment_file import HOME
 from ecckpt.format.ids import RunWriter
 from ecckpt.policy.rollbacks import RollBack
@@ -27,13 +27,13 @@ OK = Outcome("ok", "")
 class Lead(Performer):
     """Rank 0 and its coordinator. ``fences`` are what agents have seen, ``held`` what they have."""
 
-    def __init__(self, *, ranks: int = 1, fences: dict[str, int] | None = None) -> None:
+    def __init__(self, *, ranks: int = 1, fences: dict[str, int] | None = None, **fields) -> None:
         super().__init__()
         self.fences = dict.fromkeys(NODES, 0) | (fences or {})
         self.held: dict[str, list] = {}
         self.silent: set[str] = set()
         self.read_at_s: dict[str, float] = {}  # when an agent has read its disk
-        cluster = cluster_of(0, ranks, nodes=NODES, code=(3, 2))
+        cluster = cluster_of(0, ranks, nodes=NODES, code=(3, 2), **fields)
         self.coordinator = Coordinator(cluster, patience_s=7.0, disks_s=20.0)
         self.answers[BEGIN] = self._begin
         self.answers[INVENTORY] = self._inventory
@@ -245,6 +245,20 @@ def test_a_start_that_begins_late_asks_first_whether_it_may():
     with pytest.raises(OlderStart, match="a younger one"):
         late.order(known=[3])
     assert late.timelines() == [0]  # no agent has heard of a timeline of it
+
+
+def test_a_start_that_may_not_go_on_fences_nobody():
+    gone = {f"10.0.0.{at}:1": "refused" for at in range(8)}
+    few = Lead(missing=gone)
+    with pytest.raises(TooFewAgents, match="agents answered, a start needs"):
+        few.order(known=[3])
+    assert few.timelines() == []
+    late = Lead(missing=dict(list(gone.items())[:2]))
+    late.clock.now_s += 30.0
+    late.silent |= set(NODES[1:])
+    with pytest.raises(TooFewAgents):
+        late.order(known=[3])
+    assert set(late.timelines()) == {0}
 
 
 def test_agents_are_told_once_and_behind_the_restore():
